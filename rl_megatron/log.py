@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TextIO, TypeVar
 
 LOGGER = logging.getLogger("rl_megatron")
 
@@ -230,7 +230,7 @@ class StderrHandler(logging.StreamHandler):
         logging.Handler.__init__(self)
 
     @property
-    def stream(self) -> Any:
+    def stream(self) -> TextIO:
         """Return the current stderr."""
         return sys.stderr
 

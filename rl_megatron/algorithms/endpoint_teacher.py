@@ -133,7 +133,7 @@ class EndpointTeacher:
             tasks = [group.create_task(ask(ids)) for ids in sequences]
         return [task.result() for task in tasks]
 
-    def _body(self, ids: Sequence[int], k: int) -> dict[str, Any]:
+    def _body(self, ids: Sequence[int], k: int) -> dict[str, object]:
         return {"model": self._config.model, "prompt": list(ids), "max_tokens": 1, "prompt_logprobs": k}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from rl_megatron.policy.interfaces import PolicyInterface
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.loop import Loop
 from rl_megatron.training.megatron_policy import MegatronPolicy
+
+if TYPE_CHECKING:
+    from rl_megatron.data.sources.source import HeldoutBatch
 
 _LABEL = "desirable"
 _KEYS = PAIR_KEYS | {_LABEL, "reference_policy_logprobs", "reference_point", "num_desirable"}
@@ -155,7 +158,7 @@ class HeldoutLabelled(Evaluation):
     max_length: int
 
     @classmethod
-    def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+    def from_stage(cls, stage: StageConfig, heldout: HeldoutBatch, tokenizer: Tokenizer) -> Self:
         """Return the evaluation on the held-out answers. At least one must be desirable."""
         if not heldout.batch[_LABEL].any():
             raise ConfigError(

@@ -86,9 +86,9 @@ class Algorithm(Generic[ConfigT]):
     check_data: Callable[[StageConfig, Tokenizer], Sequence[tuple[int, ...]]]
     progress_metric: str = "loss"
 
-    def losses(self, stage: StageConfig) -> dict[str, Mapping[str, Any]]:
+    def losses(self, stage: StageConfig) -> dict[str, Mapping[str, object]]:
         """Return the loss sections of the stage's models, under "policy" and, if there is one, "critic"."""
-        losses: dict[str, Mapping[str, Any]] = {}
+        losses: dict[str, Mapping[str, object]] = {}
         if self.loss is not None:
             losses["policy"] = stage.loss
         elif self.fixed_loss is not None:

@@ -29,7 +29,7 @@ def run_config(
     data: Data | None,
     rewards: Sequence[Reward] | Reward,
     output_dir: str | os.PathLike[str],
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
 ) -> RunConfig:
     """Return the configuration of a run with one stage.
 
@@ -103,7 +103,7 @@ def _register(function: Callable[..., Any], where: str) -> str:
     return name
 
 
-def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _nest(settings: Mapping[str, object]) -> dict[str, Any]:
     """Return settings as nested mappings: `{"train.steps": 50}` and `{"train": {"steps": 50}}` are the same."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
@@ -124,7 +124,7 @@ def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return a value as it is in a YAML file: with lists for tuples, and text for paths."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}

@@ -89,7 +89,7 @@ class Batch(MutableMapping[str, Any]):
     traffic: Traffic = field(default_factory=Traffic)
 
     @classmethod
-    def from_whole(cls, values: Mapping[str, Any]) -> Batch:
+    def from_whole(cls, values: Mapping[str, object]) -> Batch:
         """Return the batch of sequences on the host that every rank has: tensors, and lists of an element for each.
 
         Raises the errors of `sequence_lengths`.

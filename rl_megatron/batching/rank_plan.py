@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,14 +123,14 @@ def _plan_for_layout(
     return plan_sequence_packing(lengths, num_shards, packing)
 
 
-def require_key(batch: Mapping[str, Any], key: str) -> Any:
+def require_key(batch: Mapping[str, object], key: str) -> object:
     """Return batch[key], or raise a KeyError that names the nearest key of the batch."""
     if key not in batch:
         raise KeyError(f"the batch needs {key!r}{nearest(key, batch)}")
     return batch[key]
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 

@@ -220,7 +220,7 @@ def _filter_set_keys(model: ModelConfig, **values: int) -> dict[str, int]:
     return {key: value for key, value in values.items() if getattr(model, key) is not None}
 
 
-def _shrink_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
+def _shrink_experts(model: ModelConfig, parallel: ParallelConfig) -> dict[str, object]:
     """Return the keys of a small mixture of experts of the model's kind; empty if the model is dense."""
     if model.num_experts is None:
         return {}

@@ -46,7 +46,7 @@ def identify_base(checkpoint: Path) -> Base:
     return Base(str(checkpoint.resolve()), digest)
 
 
-def describe_model_adapters(model: ShardedModel) -> dict[str, Any]:
+def describe_model_adapters(model: ShardedModel) -> dict[str, object]:
     """Return the manifest's entries of a model's adapters and their base; empty if it has none."""
     if model.lora is None:
         return {}
@@ -60,12 +60,12 @@ def describe_adapters(adapters: Sequence[LoraConfig], base: Base | None) -> dict
     return entries | {"base": {} if base is None else asdict(base)}
 
 
-def holds_adapter(manifest: Mapping[str, Any]) -> bool:
+def holds_adapter(manifest: Mapping[str, object]) -> bool:
     """Return whether a checkpoint holds adapters alone."""
     return "peft" in manifest
 
 
-def read_adapter_configs(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, LoraConfig]:
+def read_adapter_configs(checkpoint: Path, manifest: Mapping[str, object]) -> dict[str, LoraConfig]:
     """Return the sections `peft` of a checkpoint's adapters by name, with the one that was trained last first."""
     try:
         sections = TypeAdapter(tuple[LoraConfig, ...]).validate_python(list_adapter_sections(manifest))
@@ -135,7 +135,7 @@ def check_same_adapter(checkpoint: Path, saved: LoraConfig, lora: LoraConfig) ->
         )
 
 
-def _sort_list(value: Any) -> Any:
+def _sort_list(value: object) -> object:
     return sorted(value) if isinstance(value, list | tuple) else value
 
 

@@ -60,7 +60,7 @@ def name_random_state(rank: int) -> str:
     return f"random_{rank:05d}.pt"
 
 
-def digest_file(path: Path) -> dict[str, Any]:
+def digest_file(path: Path) -> dict[str, object]:
     """Return a file's manifest entry (size in bytes and SHA-256), and sync the file to disk."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -204,7 +204,7 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
     return manifest
 
 
-def read_model_section(checkpoint: Path, manifest: Mapping[str, Any]) -> ModelConfig:
+def read_model_section(checkpoint: Path, manifest: Mapping[str, object]) -> ModelConfig:
     """Return the model section of a manifest. Keys that were added since it was written have their defaults."""
     try:
         return TypeAdapter(ModelConfig).validate_python(manifest["model"])

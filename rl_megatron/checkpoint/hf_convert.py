@@ -238,7 +238,7 @@ def describe_for_hugging_face(
     tokenizer: Tokenizer | None,
     vocab_size: int | None,
     what: str,
-) -> tuple[dict[str, Any], WeightTable]:
+) -> tuple[dict[str, object], WeightTable]:
     """Return the config.json and the weight table of a model.
 
     Args:
@@ -257,7 +257,7 @@ def describe_for_hugging_face(
 
 def _describe_language_model(
     model: ModelConfig, carried: Path | None, tokenizer: Tokenizer | None, vocab_size: int | None, what: str
-) -> tuple[Family, dict[str, Any], WeightTable]:
+) -> tuple[Family, dict[str, object], WeightTable]:
     """Return the family, config.json and table of a model with the head of a language model."""
     if carried is not None:
         config = read_json(carried / "config.json")
@@ -393,7 +393,7 @@ def _copy_side_files(source: Path, target: Path) -> None:
             (target / name).unlink(missing_ok=True)
 
 
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+def _write_json(path: Path, values: Mapping[str, object]) -> None:
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 

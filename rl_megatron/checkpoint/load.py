@@ -70,7 +70,7 @@ def start_from_weights(model: ShardedModel, optimizer: MegatronOptimizer | None)
         optimizer.reload_model_params()
 
 
-def _load_whole(path: Path, into: TrainingState, weights_only: bool, verify: bool) -> dict[str, Any]:
+def _load_whole(path: Path, into: TrainingState, weights_only: bool, verify: bool) -> dict[str, object]:
     manifest = read_manifest(path, into.model.config)
     new_head = check_head(path, manifest, into.model.head, weights_only)
     if verify:
@@ -82,7 +82,7 @@ def _load_whole(path: Path, into: TrainingState, weights_only: bool, verify: boo
 
 def _load_with_adapters(
     path: Path, manifest: dict[str, Any], into: TrainingState, weights_only: bool, verify: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Fill `into` from a checkpoint that holds an adapter, or fill the frozen weights of a model with adapters."""
     model = into.model
     if not holds_adapter(manifest):

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rl_megatron.checkpoint.directory import Damaged
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 METADATA = ".metadata"
 _TORCH_NAMES = {
@@ -36,7 +39,7 @@ _EMPTY_STATE = "_extra_state"  # the end of the names of objects in old checkpoi
 class _Unpickler(pickle.Unpickler):
     """An unpickler of what torch's writers put into `.metadata`."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Return a class of torch that describes tensors."""
         if name in _TORCH_NAMES.get(module, ()):
             return super().find_class(module, name)
@@ -48,7 +51,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors needs")
 
 
-def read_metadata(checkpoint: Path) -> Any:
+def read_metadata(checkpoint: Path) -> Metadata:
     """Return torch's `Metadata` of a checkpoint.
 
     Raises:

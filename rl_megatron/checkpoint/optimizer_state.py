@@ -52,7 +52,7 @@ class _ParameterState:
 
     def place_state(self, data: Tensor, key: str) -> _Entry:
         """Return a whole state as a tensor that is placed like the parameter, under its own key."""
-        changes: dict[str, Any] = {"key": key, "data": data}
+        changes: dict[str, object] = {"key": key, "data": data}
         if isinstance(self.entry, ShardedTensor):
             changes["dtype"] = data.dtype
         if self.group is not None:
@@ -60,7 +60,7 @@ class _ParameterState:
         return replace(self.entry, **changes)
 
 
-def collect_optimizer_state(optimizer: MegatronOptimizer, models: list[dict[str, Any]]) -> dict[str, Any]:
+def collect_optimizer_state(optimizer: MegatronOptimizer, models: list[dict[str, _Entry]]) -> dict[str, object]:
     """Return the sharded state of `optimizer` to save. Collective over data-parallel ranks.
 
     States that are split over ranks are copied to the owner's host; others are the optimizer's own tensors. `models`
@@ -84,8 +84,8 @@ def collect_optimizer_state(optimizer: MegatronOptimizer, models: list[dict[str,
 
 
 def request_optimizer_state(
-    optimizer: MegatronOptimizer, models: list[dict[str, Any]], stored: Collection[str]
-) -> dict[str, Any]:
+    optimizer: MegatronOptimizer, models: list[dict[str, _Entry]], stored: Collection[str]
+) -> dict[str, object]:
     """Return the sharded tensors to fill from a checkpoint: the optimizer's own, or an owner's on the host.
 
     `stored` are the names of the checkpoint's tensors.
@@ -107,7 +107,7 @@ def request_optimizer_state(
 
 @torch.no_grad()
 def load_optimizer_state(
-    optimizer: MegatronOptimizer, models: list[dict[str, Any]], stored: Collection[str], loaded: dict[str, Any]
+    optimizer: MegatronOptimizer, models: list[dict[str, _Entry]], stored: Collection[str], loaded: dict[str, Any]
 ) -> None:
     """Load a filled state into `optimizer`: moments, fp32 weights and the step count. The weights are loaded before.
 
@@ -175,7 +175,7 @@ def list_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _list_states(optimizer: MegatronOptimizer, models: list[dict[str, Any]]) -> Iterator[_ParameterState]:
+def _list_states(optimizer: MegatronOptimizer, models: list[dict[str, _Entry]]) -> Iterator[_ParameterState]:
     """Yield what this rank holds of every parameter's states, in the same order on all data-parallel ranks."""
     entries = {id(e.data): e for model in models for e in model.values() if isinstance(e, _Entry)}
     for index, part in enumerate(list_parts(optimizer)):

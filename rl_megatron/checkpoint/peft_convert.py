@@ -48,7 +48,7 @@ _ABSENT: dict[str, tuple] = {
 
 def export_adapters(
     adapters: Mapping[str, StoredAdapter], checkpoint: Path, partial: Path
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, object]]:
     """Write adapters as peft does into the directory `partial`, and return their adapter_config.json by name.
 
     They come by the names that peft gets; "default" is that of one in the directory itself. The configurations name the
@@ -62,7 +62,7 @@ def export_adapters(
     return configs
 
 
-def _export(adapter: StoredAdapter, checkpoint: Path, directory: Path) -> dict[str, Any]:
+def _export(adapter: StoredAdapter, checkpoint: Path, directory: Path) -> dict[str, object]:
     named = adapter.tensors | adapter.whole
     tensors = {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in named.items()}
     save_file(tensors, directory / ADAPTER_WEIGHTS, metadata={"format": "pt"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.lora.targets import Part
@@ -11,7 +10,9 @@ from rl_megatron.model.lora.targets import Part
 PEFT_PREFIX = "base_model.model."  # of the names of tensors
 
 
-def build_peft_config(config: LoraConfig, linears: Mapping[str, tuple[Part, ...]], base: str | None) -> dict[str, Any]:
+def build_peft_config(
+    config: LoraConfig, linears: Mapping[str, tuple[Part, ...]], base: str | None
+) -> dict[str, object]:
     """Return the content of adapter_config.json.
 
     `linears` are the parts of every linear that has an adapter (`find_adapted_linears`), and `base` is the Hugging Face

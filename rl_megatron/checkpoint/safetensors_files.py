@@ -244,7 +244,7 @@ def _split_into_shards(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def _begin_file(path: Path, tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> dict[str, TensorLocation]:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize

@@ -50,6 +50,7 @@ from rl_megatron.topology.ranks import Ranks
 
 _PAUSE_SECONDS = 0.005  # the time between two checks whether all ranks have finished writing
 COMMON = "common.pt"  # megatron-core's file for state that is not a tensor
+_Bucket = tuple[Path, str, tuple[list, list]]  # path, name, (objects, tensors)
 
 
 class SaveFailed(RunFailed):
@@ -61,11 +62,11 @@ class _Part:
     """The part of a checkpoint that one rank writes: copied tensors (megatron-core's "bucket") and complete files."""
 
     directory: Path
-    bucket: Any | None  # (path, name, (objects, tensors)); None if other ranks write all of this rank's tensors
+    bucket: _Bucket | None  # None if other ranks write all of this rank's tensors
     transforms: list
     files: dict[str, bytes]
 
-    def write(self) -> tuple[list, dict[str, Any]]:
+    def write(self) -> tuple[list, dict[str, object]]:
         """Write everything, and return megatron-core's results and the manifest's entries of the files."""
         results, names = [], list(self.files)
         for name, content in self.files.items():
@@ -96,7 +97,7 @@ class Save:
         self.path, self._ranks = final, ranks
         self._part: _Part | None = part
         self._complete = complete
-        self._written: tuple[list, dict[str, Any]] = ([], {})
+        self._written: tuple[list, dict[str, object]] = ([], {})
         self._failure: str | None = "its writer ended early"  # None once the writer has succeeded
         self._thread = threading.Thread(target=self._write, name=f"save {final.name}", daemon=True)
         self._thread.start()
@@ -150,7 +151,7 @@ class Save:
 
 
 def begin_checkpoint(
-    directory: Path, step: int, state: TrainingState, *, config: str | None = None, **extra: Any
+    directory: Path, step: int, state: TrainingState, *, config: str | None = None, **extra: object
 ) -> Save:
     """Start to write the checkpoint `directory/step-<step>` of `state`. Collective.
 
@@ -165,7 +166,7 @@ def begin_checkpoint(
         SaveFailed: The directory could not be created. It is raised on every rank.
     """
     model, ranks = state.model, state.model.topology.ranks
-    manifest: dict[str, Any] = {"head": model.head, "vocab_size": model.vocab_size, "precision": model.precision}
+    manifest: dict[str, object] = {"head": model.head, "vocab_size": model.vocab_size, "precision": model.precision}
     manifest |= {"model": asdict(model.config), "layout": model.topology.describe(), **extra}
     if model.head == "score":
         manifest["score_position"] = SCORE_POSITION
@@ -242,7 +243,7 @@ def _plan(tensors: dict | list, partial: Path) -> tuple[FileSystemWriterAsync, A
     return writer, planned[1]
 
 
-def _copy_bucket(buckets: list | None, trained: Sequence[Tensor]) -> Any | None:
+def _copy_bucket(buckets: list | None, trained: Sequence[Tensor]) -> _Bucket | None:
     """Return this rank's bucket with its tensors on the CPU, none of which shares memory with those in `trained`."""
     if not buckets:
         return None
@@ -257,7 +258,7 @@ def _copy_bucket(buckets: list | None, trained: Sequence[Tensor]) -> Any | None:
     return path, name, (objects, [(item, copy(tensor)) for item, tensor in tensors])
 
 
-def _serialise(value: Any) -> bytes:
+def _serialise(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -46,10 +46,10 @@ class TrainingState:
         """Return the model chunks without DDP and precision wrappers."""
         return [unwrap(model_chunk) for model_chunk in self.model.model_chunks]
 
-    def build_sharded(self) -> dict[str, Any]:
+    def build_sharded(self) -> dict[str, object]:
         """Return the sharded state dict to save. Collective."""
         models = self._models()
-        state: dict[str, Any] = {f"model{index}": model for index, model in enumerate(models)}
+        state: dict[str, object] = {f"model{index}": model for index, model in enumerate(models)}
         if self.optimizer is not None and self.scheduler is not None:
             state["optimizer"] = collect_optimizer_state(self.optimizer, models)
             state["scheduler"] = self.scheduler.state_dict()
@@ -91,7 +91,7 @@ class TrainingState:
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
-    def _models(self) -> list[dict[str, Any]]:
+    def _models(self) -> list[dict[str, ShardedTensor | ShardedTensorFactory]]:
         models = [collect_model_state(model_chunk) for model_chunk in self.model_chunks]
         if self.selection == "all":
             return models
@@ -108,7 +108,7 @@ def _is_beside_base(key: str, entry: ShardedTensor | ShardedTensorFactory) -> bo
     return parse_adapter(key) is not None or (isinstance(entry.data, torch.nn.Parameter) and entry.data.requires_grad)
 
 
-def collect_model_state(model_chunk: GPTModel) -> dict[str, Any]:
+def collect_model_state(model_chunk: GPTModel) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """Return the tensors of a model chunk with their places in the unsharded model.
 
     The "extra states" of modules are left out: they serve FP8, are empty here, and differ between backends.
@@ -117,7 +117,7 @@ def collect_model_state(model_chunk: GPTModel) -> dict[str, Any]:
     return {key: entry for key, entry in entries.items() if isinstance(entry, ShardedTensor | ShardedTensorFactory)}
 
 
-def load_model(model_chunk: torch.nn.Module, loaded: dict[str, Any], without: Collection[str] = ()) -> None:
+def load_model(model_chunk: torch.nn.Module, loaded: dict[str, torch.Tensor], without: Collection[str] = ()) -> None:
     """Fill all tensors of a model chunk, except those whose names are in `without`."""
     absent, unknown = model_chunk.load_state_dict(loaded, strict=False)
     absent = [key for key in absent if not key.endswith("_extra_state") and key not in without]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import psutil
 import torch
@@ -125,7 +125,7 @@ def _available_memory() -> int:
 
 
 @contextmanager
-def _silence(transformers: Any) -> Iterator[None]:
+def _silence(transformers: ModuleType) -> Iterator[None]:
     """Silence the progress bars and advice of transformers."""
     logging = transformers.utils.logging
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

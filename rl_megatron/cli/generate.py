@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_manifest, read_model_section
@@ -55,7 +54,7 @@ def prepare_run(config: RunConfig, options: argparse.Namespace) -> RunConfig:
         )
     stage, weights = config.stages[name], Path(config.init_from)
     model = read_model(weights)
-    overridden: dict[str, Any] = {
+    overridden: dict[str, object] = {
         field.name: getattr(stage.model, field.name)
         for field in fields(ModelConfig)
         if any(key.removeprefix(f"stages.{name}.").startswith(f"model.{field.name}") for key in keys)
@@ -121,7 +120,7 @@ def generate(config: RunConfig, options: argparse.Namespace) -> int:
     return complete_prompts(job)
 
 
-def _describe_sampling(stage: StageConfig, options: argparse.Namespace) -> dict[str, Any]:
+def _describe_sampling(stage: StageConfig, options: argparse.Namespace) -> dict[str, object]:
     """Return the settings on which completions of the same prompts and weights depend. Greedy ones need no seed."""
     generation = stage.generation
     greedy = options.greedy or generation.temperature == 0
@@ -178,7 +177,7 @@ def build_weights_tokenizer(stage: StageConfig) -> Tokenizer:
     return tokenizer
 
 
-def check_weights(weights: Path, stage: StageConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+def check_weights(weights: Path, stage: StageConfig, tokenizer: Tokenizer) -> dict[str, object]:
     """Check that the weights can be read, and return their path with a digest or sizes, which identify them."""
     if (weights / MANIFEST).is_file():
         manifest = check_checkpoint(weights, stage.model, tokenizer.digest)

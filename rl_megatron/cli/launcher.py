@@ -193,7 +193,7 @@ class _OneNodeRendezvous(StaticTCPRendezvous):
 class _RendezvousUnpickler(pickle.Unpickler):
     """An unpickler of the state in the store of nodes that meet by `c10d`, to which others may write."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         """Return a class that describes a rendezvous."""
         if name in _RENDEZVOUS_CLASSES.get(module, ()) or (module, name) == ("builtins", "set"):
             return super().find_class(module, name)

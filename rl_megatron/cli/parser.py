@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from rl_megatron import __version__, log
 from rl_megatron.config.errors import ConfigError
@@ -58,7 +58,7 @@ class _ShellCompletion(argparse.Action):
     """The option `--shell-completion`, which needs no command."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None
+        self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
     ) -> None:
         """Print the script or the completions, and exit."""
         from rl_megatron.cli.hydra_options import complete
@@ -74,7 +74,7 @@ class _Refused(argparse.Action):
     """An option of Hydra that has no meaning here; its `const` is the remedy."""
 
     def __call__(
-        self, parser: argparse.ArgumentParser, namespace: object, values: Any, option_string: str | None = None
+        self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
     ) -> None:
         """Refuse the option."""
         parser.error(f"{option_string}: {self.const}")

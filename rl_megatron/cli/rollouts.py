@@ -59,7 +59,7 @@ def _find_files(path: Path, stage: str | None, step: int | None) -> list[Path]:
     return files
 
 
-def _choose_rows(files: list[Path], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _choose_rows(files: list[Path], options: argparse.Namespace) -> Iterator[dict[str, object]]:
     from rl_megatron.rollouts.files import read_rows
 
     require_extra("rl-megatron rollouts", "data", "pyarrow")

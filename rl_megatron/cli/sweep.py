@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -35,6 +35,9 @@ from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.schema import RunConfig
 from rl_megatron.runs.stop_signals import SIGNALS
 from rl_megatron.topology.job_store import JOB, TIMEOUT_MINUTES, open_attempt_store
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _LONGEST_NAME = 120  # characters of a directory's name
 _LONGEST_WORDS = 30  # characters of the words of a value that is not a name
@@ -165,7 +168,7 @@ def _run_in_process(run: Callable[[list[str]], int], arguments: list[str], envir
     sys.exit(run(arguments))
 
 
-def _open_store() -> Any:
+def _open_store() -> Store | None:
     """Return the store in which the ranks meet: the launcher's, or else one that rank 0 opens; None without ranks."""
     if "RANK" not in os.environ:
         return None
@@ -182,7 +185,7 @@ def _open_store() -> Any:
     return open_attempt_store(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
 
 
-def _wait_for_job(process: BaseProcess, number: int, store: Any) -> int:
+def _wait_for_job(process: BaseProcess, number: int, store: Store | None) -> int:
     """Wait for the end of a job on all ranks, and return its exit status, which is 1 if a rank was killed.
 
     Meanwhile this process forwards stop signals to the job.
@@ -212,7 +215,7 @@ def _wait_for_job(process: BaseProcess, number: int, store: Any) -> int:
             signal.signal(signum, handler)
 
 
-def _wait_for_all_statuses(status: int, number: int, store: Any) -> int:
+def _wait_for_all_statuses(status: int, number: int, store: Store) -> int:
     """Wait until all ranks of a job have ended, and return the highest exit status."""
     failed, ended = f"sweep/{number}/failed", f"sweep/{number}/ended"
     if status:
@@ -222,14 +225,14 @@ def _wait_for_all_statuses(status: int, number: int, store: Any) -> int:
     return max(status, int(store.get(failed))) if store.check([failed]) else status
 
 
-def _leave(store: Any) -> None:
+def _leave(store: Store) -> None:
     """Report to the other ranks that this one no longer uses the store. Rank 0 may own it, and leaves last."""
     store.add("sweep/left", 1)
     if log.is_main_rank():
         _wait_for_all("sweep/left", store)
 
 
-def _wait_for_all(counter: str, store: Any) -> None:
+def _wait_for_all(counter: str, store: Store) -> None:
     while store.add(counter, 0) < int(os.environ["WORLD_SIZE"]):
         time.sleep(_POLL_SECONDS)
 

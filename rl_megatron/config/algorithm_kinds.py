@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from rl_megatron.config.data import PAIRS, PROBLEMS
 from rl_megatron.config.errors import ConfigError
@@ -56,7 +56,7 @@ class RolloutConfig(AlgorithmConfig):
     samples_per_prompt: Positive = 8  # completions per prompt, which form a group
 
     @classmethod
-    def usual_batch_size(cls, section: Mapping[str, Any]) -> int:
+    def usual_batch_size(cls, section: Mapping[str, object]) -> int:
         """Return how many completions a rollout step learns from, so that the policy takes one optimizer step on it."""
         prompts, samples = (section.get(key, getattr(cls, key)) for key in ("prompts_per_step", "samples_per_prompt"))
         if not (isinstance(prompts, int) and isinstance(samples, int)):

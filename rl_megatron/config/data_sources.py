@@ -27,7 +27,7 @@ def find_sources(kind: str) -> list[str]:
     return [name for name, config in SOURCE_CONFIGS.items() if kind in config.provides]
 
 
-def choose_source(data: Mapping[str, Any], algorithm: str) -> str:
+def choose_source(data: Mapping[str, object], algorithm: str) -> str:
     """Return the source for a data section that does not name one, by what the algorithm learns from."""
     needed = ALGORITHM_CONFIGS[algorithm].learns_from
     task = data.get("task") or {}

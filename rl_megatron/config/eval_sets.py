@@ -13,7 +13,7 @@ from rl_megatron.config.loading.import_strings import is_import_string, make_str
 from rl_megatron.config.loading.settings import NonNegative, NonNegativeFloat, Number, Positive, section
 
 
-def _expand_name(task: Any) -> Any:
+def _expand_name(task: object) -> object:
     """Return the keys of a task of which only the name is given."""
     return {"name": task} if isinstance(task, str) else task
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field, fields
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from rl_megatron.config.extras import require_extra
 from rl_megatron.config.loading.settings import NonNegative, Positive, section
@@ -103,6 +103,9 @@ class PrometheusConfig:
     port: NonNegative = 9464  # the port; 0: a free one
 
 
+Service = WandbConfig | MlflowConfig | SwanlabConfig | TrackioConfig | PrometheusConfig
+
+
 @section
 class LoggerConfig:
     """Services that metrics are sent to, besides the sinks of metric_sinks. A service that is null is not used."""
@@ -113,7 +116,7 @@ class LoggerConfig:
     trackio: TrackioConfig | None = None  # Trackio; {} uses the defaults of its keys
     prometheus: PrometheusConfig | None = None  # an endpoint for Prometheus; {} uses the defaults of its keys
 
-    def iter_services(self) -> Iterator[tuple[str, Any]]:
+    def iter_services(self) -> Iterator[tuple[str, Service]]:
         """Yield the name and the settings of each service that is used."""
         for service in fields(self):
             settings = getattr(self, service.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.sections import build_section
@@ -52,7 +52,7 @@ def list_models_on_ranks(settings: RewardConfig) -> dict[int, RewardModelArgumen
     return arguments
 
 
-def _arguments(kwargs: Mapping[str, Any], where: str) -> RewardModelArguments:
+def _arguments(kwargs: Mapping[str, object], where: str) -> RewardModelArguments:
     arguments: RewardModelArguments = build_section(RewardModelArguments, kwargs, f"{where}.")
     if arguments.models and (arguments.init_from, arguments.hf, arguments.weight) != (None, None, 1.0):
         raise ConfigError(f"{where}: models is an ensemble, so init_from, hf and weight belong into its entries")

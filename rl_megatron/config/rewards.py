@@ -40,7 +40,7 @@ class RewardFunctionConfig:
         return self.label or self.name.rpartition(":")[2].rpartition(".")[2]
 
 
-def _expand_name(function: Any) -> Any:
+def _expand_name(function: object) -> object:
     """Return the keys of a function of which only the name is given."""
     return {"name": function} if isinstance(function, str) else function
 

@@ -28,7 +28,7 @@ class TurnSampling:
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
 
-def _as_list(value: Any) -> Any:
+def _as_list(value: object) -> object:
     """Return the elements of a list of which null stands for the empty one."""
     return () if value is None else value
 

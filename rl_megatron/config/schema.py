@@ -61,7 +61,7 @@ class AlgorithmConfig:
     name: str  # name of a registered algorithm: pretrain, sft, dpo, kto, online_dpo, distillation, grpo, ppo…
 
     @classmethod
-    def usual_batch_size(cls, section: Mapping[str, Any]) -> int:
+    def usual_batch_size(cls, section: Mapping[str, object]) -> int:
         """Return what `train.global_batch_size=null` stands for.
 
         Args:

@@ -16,7 +16,7 @@ _SECRET_KEY = re.compile(
 _TOKEN_KEY = re.compile(r"^((access|auth|api|bearer|hf|hub)[_-])?token$", re.IGNORECASE)
 
 
-def without_secrets(value: Any) -> Any:
+def without_secrets(value: object) -> Any:
     """Return a configuration, as plain mappings and lists, in which `***` stands for each secret.
 
     A secret is the text of a key such as `api_key`, the user and password of an address, what follows an option such as

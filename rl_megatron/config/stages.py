@@ -41,7 +41,7 @@ def build_stage(name: str, base: Mapping[str, Any], changes: Mapping[str, Any]) 
     return build_section(schema.StageConfig, merged, where)
 
 
-def refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, Any]]) -> None:
+def refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, object]]) -> None:
     """Refuse an override of a key that stages set themselves, and name the key under which it takes effect."""
     for override in overrides:
         key = get_override_key(override)
@@ -174,7 +174,7 @@ def _check_kind_of_data(stage: schema.StageConfig) -> None:
     )
 
 
-def _shadows(changes: Mapping[str, Any], path: list[str]) -> bool:
+def _shadows(changes: Mapping[str, object], path: list[str]) -> bool:
     """Return whether a stage's `changes` replace the run's value at `path`."""
     if path[0] not in changes:
         return False
@@ -184,19 +184,19 @@ def _shadows(changes: Mapping[str, Any], path: list[str]) -> bool:
     return len(path) > 1 and _has(value, path[1:])
 
 
-def _has_key(changes: Mapping[str, Any], key: str) -> bool:
+def _has_key(changes: Mapping[str, object], key: str) -> bool:
     """Return whether the stage has the key: the keys of `algorithm` and `data` depend on a name in them."""
     section, _, name = key.partition(".")
     chosen = find_chosen_class(section, changes[section])
     return chosen is None or name.partition(".")[0] in {field.name for field in fields(chosen)}
 
 
-def _replaces(section: str, value: Mapping[str, Any]) -> bool:
+def _replaces(section: str, value: Mapping[str, object]) -> bool:
     """Return whether a stage's section replaces the run's section instead of changing some of its keys."""
     return section == "algorithm" or (section == "loss" and "name" in value)
 
 
-def _has(tree: Any, path: list[str]) -> bool:
+def _has(tree: object, path: list[str]) -> bool:
     for key in path:
         if not isinstance(tree, Mapping) or key not in tree:
             return False
@@ -204,7 +204,7 @@ def _has(tree: Any, path: list[str]) -> bool:
     return True
 
 
-def _with_source(data: Any, algorithm: Any) -> Any:
+def _with_source(data: Any, algorithm: Any) -> object:
     """Return a stage's data section with the source that is chosen for it if it names none."""
     if (
         not isinstance(data, Mapping)
@@ -215,7 +215,7 @@ def _with_source(data: Any, algorithm: Any) -> Any:
     return {**data, "source": data_sources.choose_source(data, algorithm["name"])}
 
 
-def _with_usual_batches(train: Any, algorithm: Any, changes: Any, where: str) -> Any:
+def _with_usual_batches(train: Any, algorithm: Any, changes: Any, where: str) -> object:
     """Return a stage's train section with the batches that are usual for its algorithm if it does not set them.
 
     `changes` are the keys that this stage does not share with others: a `micro_batch_size` among them that has no
@@ -237,7 +237,9 @@ def _with_usual_batches(train: Any, algorithm: Any, changes: Any, where: str) ->
     return {**train, "batching": usual}
 
 
-def _without_keys_of_another(section: str, below: Mapping[str, Any], changes: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_keys_of_another(
+    section: str, below: Mapping[str, object], changes: Mapping[str, object]
+) -> Mapping[str, object]:
     """Return the run's section without the keys that the stage's own choice of name does not have."""
     replaced, chosen = find_chosen_class(section, below), find_chosen_class(section, changes)
     if replaced is None or chosen is None:

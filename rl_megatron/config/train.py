@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 
@@ -43,7 +43,7 @@ def parse_duration(duration: str) -> float:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def _check_duration(value: Any) -> Any:
+def _check_duration(value: object) -> object:
     if isinstance(value, int):  # YAML reads 10:00:00:00 as a number with the base 60
         raise ValueError('must be a duration "DD:HH:MM:SS" in quotes')
     if isinstance(value, str):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.errors import nearest
@@ -101,7 +100,7 @@ def _find_form(record: Record) -> str | None:
     return _GRADED if any(map(_is_graded, record.values.values())) else None
 
 
-def _is_graded(value: Any) -> bool:
+def _is_graded(value: object) -> bool:
     return isinstance(value, Mapping) and "is_correct" in value
 
 
@@ -118,7 +117,7 @@ def check_pair(record: Record) -> None:
         )
 
 
-def _check_text(record: Record, key: str, text: Any) -> None:
+def _check_text(record: Record, key: str, text: object) -> None:
     if not isinstance(text, str):
         raise ValueError(f"{record.location}: {key!r} is a {type(text).__name__}; it must be a string.")
     if not text.strip():

@@ -149,7 +149,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return mapped
 
 
-def common_size(values: Mapping[str, Any]) -> int:
+def common_size(values: Mapping[str, object]) -> int:
     """Return the number of sequences of all values, which are tensors or lists of one size; 0 if there are none."""
     sizes = {key: _size(key, value) for key, value in values.items()}
     if len(set(sizes.values())) > 1:
@@ -159,7 +159,7 @@ def common_size(values: Mapping[str, Any]) -> int:
     return next(iter(sizes.values()), 0)
 
 
-def _size(key: str, value: Any) -> int:
+def _size(key: str, value: object) -> int:
     if isinstance(value, torch.Tensor) and value.ndim > 0:
         return value.shape[0]
     if isinstance(value, list):

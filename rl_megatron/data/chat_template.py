@@ -157,7 +157,7 @@ def _describe_roles(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def load_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
     """Return the chat template of a data section: its own, or the tokenizer's."""
-    variables: Mapping[str, Any] = tokenizer.named_tokens | data.chat_template_kwargs
+    variables: Mapping[str, object] = tokenizer.named_tokens | data.chat_template_kwargs
     if data.chat_template is None:
         if not tokenizer.chat_templates:
             raise ValueError(

@@ -121,7 +121,7 @@ def _append_answer(record: Record, context: list[dict[str, Any]], field: str) ->
     return Conversation([*context, *messages], record, _read_tools(record), len(context))
 
 
-def _read_messages(record: Record, field: str) -> list[dict[str, Any]]:
+def _read_messages(record: Record, field: str) -> list[dict[str, object]]:
     """Return the messages in a field, without keys whose value is null, as transformers gives them to a template."""
     messages = record.values.get(field)
     where = f"{record.location}: {field!r}"
@@ -132,7 +132,7 @@ def _read_messages(record: Record, field: str) -> list[dict[str, Any]]:
     return [_read_message(message, f"{where}, message {number}") for number, message in enumerate(messages, start=1)]
 
 
-def _read_message(message: Any, where: str) -> dict[str, Any]:
+def _read_message(message: object, where: str) -> dict[str, object]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} is {_show(message)}; it must be a mapping with 'role' and 'content'.")
     role = message.get("role")
@@ -153,7 +153,7 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None}
 
 
-def _check_calls(calls: Any, where: str) -> None:
+def _check_calls(calls: object, where: str) -> None:
     if not _is_list(calls):
         raise ValueError(f"{where}: 'tool_calls' is {_show(calls)}; it must be a list.")
     for number, call in enumerate(calls, start=1):
@@ -167,9 +167,9 @@ def _check_calls(calls: Any, where: str) -> None:
             raise ValueError(f"{where}: 'arguments' of call {number} must be a mapping, or its JSON as a string.")
 
 
-def _read_tools(record: Record) -> list[dict[str, Any]] | None:
+def _read_tools(record: Record) -> list[dict[str, object]] | None:
     """Return the record's tools, which may also be written as the JSON of a list."""
-    tools: Any = record.values.get("tools")
+    tools: object = record.values.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
@@ -188,14 +188,14 @@ def _missing_fields(record: Record, needed: str) -> ValueError:
     )
 
 
-def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _is_parts(content: Any) -> bool:
+def _is_parts(content: object) -> bool:
     return _is_list(content) and all(isinstance(part, Mapping) and "type" in part for part in content)
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     text = repr(value)
     return f"{text[:60]}…" if len(text) > 60 else text

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rl_megatron.config.data_sources import PromptsConfig, TaskConfig
 from rl_megatron.config.errors import ConfigError
@@ -51,7 +51,7 @@ def build_set_stage(stage: StageConfig, eval_set: EvalSetConfig) -> StageConfig:
             path=eval_set.path, eval_path=eval_set.path, columns=stage.data.columns, **shared
         )
         return dataclasses.replace(stage, data=data, generation=generation)
-    options: dict[str, Any] = dict(eval_set.task)
+    options: dict[str, object] = dict(eval_set.task)
     if _is_whole_file(eval_set):
         options[_WHOLE] = 0.0
     data = TaskConfig(path=eval_set.path, task=options, num_eval_examples=eval_set.num_problems, **shared)

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -209,12 +209,12 @@ def list_hub_splits(name: str, subset: str | None) -> list[str]:
         raise ConfigError(f"{_name_keys(name, subset)} cannot be found: {_first_line(error)}{offline}") from error
 
 
-def _skip_rows(rows: Any, skipped: int) -> Any:
+def _skip_rows(rows: Any, skipped: int) -> Iterable[Mapping[str, Any]]:
     """Return the rows of a data set after the first `skipped` ones."""
     return rows.select(range(skipped, len(rows))) if skipped < len(rows) else ()
 
 
-def _read_rows(rows: Any, name: str, skipped: int) -> Iterator[tuple[Record, Position]]:
+def _read_rows(rows: Iterable[Mapping[str, Any]], name: str, skipped: int) -> Iterator[tuple[Record, Position]]:
     for row, values in enumerate(rows, skipped + 1):
         yield Record(drop_nulls(values), f"{name}:{row}"), (row,)
 
@@ -264,7 +264,7 @@ def _silence_retries() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _parquet() -> Any:
+def _parquet() -> ModuleType:
     import pyarrow.parquet
 
     return pyarrow.parquet

@@ -26,7 +26,7 @@ class Record:
     location: str
 
 
-def drop_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+def drop_nulls(values: Mapping[str, object]) -> dict[str, object]:
     """Return the fields of a record without those that are null or NaN, and without such keys of messages and tools.
 
     A null means that the record does not have the field: tables have a value in every row, and writers of JSON follow
@@ -40,13 +40,13 @@ def drop_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _drop_null_keys(value: Any) -> Any:
+def _drop_null_keys(value: object) -> object:
     if isinstance(value, dict):
         return {key: _drop_null_keys(inner) for key, inner in value.items() if not _is_null(inner)}
     return [_drop_null_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _is_null(value: Any) -> bool:
+def _is_null(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
@@ -128,15 +128,15 @@ class Renamed(Reader):
         for record, position in self._reader.read(start):
             yield Record(self._rename(record), record.location), position
 
-    def _rename(self, record: Record) -> dict[str, Any]:
+    def _rename(self, record: Record) -> dict[str, object]:
         renamed = {name: self._find_field(record, name, old_name) for name, old_name in self._names.items()}
         others = {name: value for name, value in record.values.items() if name not in self._names.values()}
         return others | renamed
 
-    def _find_field(self, record: Record, name: str, old_name: str) -> Any:
+    def _find_field(self, record: Record, name: str, old_name: str) -> object:
         if old_name in record.values:
             return record.values[old_name]
-        value: Any = record.values
+        value: object = record.values
         for part in old_name.split("."):
             if not isinstance(value, Mapping) or part not in value:
                 raise ValueError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from tokenizers import Encoding
 
@@ -218,7 +217,7 @@ class Renderer:
         answer = {"role": "assistant", "content": self.plain.write_answer(answered)}
         return self._add_system_prompt(Conversation([self._write_user_message(record), answer], record, num_context=1))
 
-    def _write_user_message(self, record: Record) -> dict[str, Any]:
+    def _write_user_message(self, record: Record) -> dict[str, object]:
         return {"role": "user", "content": self.plain.write_prompt(record, of_message=True)}
 
     def _add_system_prompt(self, conversation: Conversation) -> Conversation:

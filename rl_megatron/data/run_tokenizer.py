@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -119,7 +118,7 @@ def _read_backend(file: Path) -> Backend:
         raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
 
 
-def _convert_backend(directory: Path) -> Any:
+def _convert_backend(directory: Path) -> Backend:
     """Return the fast tokenizer that `transformers` converts files such as `tokenizer.model` or `vocab.json` to."""
     from transformers import AutoTokenizer
 

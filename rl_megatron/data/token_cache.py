@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -188,14 +187,14 @@ def serialize_record(record: Record) -> str:
     return json.dumps([record.values, *task_texts], ensure_ascii=False, default=str, skipkeys=True)
 
 
-def _describe_tokenizer(tokenizer: Tokenizer) -> list[Any]:
+def _describe_tokenizer(tokenizer: Tokenizer) -> list[object]:
     return [
         _FORMAT, __version__, tokenizers.__version__, tokenizer.digest, tokenizer.eos_id, tokenizer.prefix_ids,
         tokenizer.vocab_size, tokenizer.chat_templates, tokenizer.named_tokens,
     ]  # fmt: skip
 
 
-def _describe_rendering(renderer: Renderer) -> list[Any]:
+def _describe_rendering(renderer: Renderer) -> list[object]:
     data = renderer.data
     template = None if data.chat_template is None else read_template(data.chat_template)
     # A template may write the date into a system message.
@@ -203,7 +202,7 @@ def _describe_rendering(renderer: Renderer) -> list[Any]:
     return [template, today, {key: getattr(data, key) for key in _RENDERING}]
 
 
-def _digest(parts: Sequence[Any]) -> str:
+def _digest(parts: Sequence[object]) -> str:
     digest = hashlib.blake2b(digest_size=20)
     for part in parts:
         text = part if isinstance(part, str) else json.dumps(part, sort_keys=True, default=str)

@@ -120,7 +120,7 @@ class Tokenizer:
         """Return the token ids of `text`, without special tokens before, in or after it."""
         return _encode(self._backend, text).ids
 
-    def encode_template(self, template: str, values: Mapping[str, Any]) -> list[int]:
+    def encode_template(self, template: str, values: Mapping[str, object]) -> list[int]:
         """Return the token ids of `template.format(**values)`.
 
         Special tokens that are spelled in the template become special tokens. Those that are spelled in the values stay
@@ -225,7 +225,7 @@ def _encode(backend: Backend, text: str) -> Encoding:
 _NAMED_TOKENS = tuple(f"{role}_token" for role in "bos eos unk sep pad cls mask".split())
 
 
-def read_named_tokens(config: Mapping[str, Any], side_files: Mapping[str, str]) -> dict[str, str]:
+def read_named_tokens(config: Mapping[str, object], side_files: Mapping[str, str]) -> dict[str, str]:
     """Return the named special tokens that a tokenizer's files declare."""
     declared = json.loads(side_files.get("special_tokens_map.json", "{}")) | {
         key: value for key, value in config.items() if value is not None
@@ -234,7 +234,7 @@ def read_named_tokens(config: Mapping[str, Any], side_files: Mapping[str, str]) 
     return {name: text for name, text in texts.items() if text is not None}
 
 
-def read_declarations(tokenizer: Any) -> dict[str, Any]:
+def read_declarations(tokenizer: object) -> dict[str, object]:
     """Return what a Hugging Face tokenizer declares and its backend does not: named tokens and a chat template."""
     declared = dict(getattr(tokenizer, "special_tokens_map", {}))
     template = getattr(tokenizer, "chat_template", None)

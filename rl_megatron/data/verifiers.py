@@ -33,7 +33,7 @@ _numbers = itertools.count()
 class VerifiersEnvironment(Protocol):
     """An environment of either of the library's interfaces."""
 
-    def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, Any]]:
+    def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, object]]:
         """Return the examples of its dataset as JSON takes them, each with `prompt`, `answer` and what `rollout` needs.
 
         Args:
@@ -42,7 +42,7 @@ class VerifiersEnvironment(Protocol):
         """
         ...
 
-    async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    async def rollout(self, example: Mapping[str, object], base_url: str, api_key: str) -> dict[str, Any]:
         """Let the policy answer an example; return `reward`, `metrics`, `truncated` and `stop_condition`.
 
         Args:
@@ -56,7 +56,7 @@ class VerifiersEnvironment(Protocol):
         ...
 
 
-def load(name: str, kwargs: Mapping[str, Any]) -> VerifiersEnvironment:
+def load(name: str, kwargs: Mapping[str, object]) -> VerifiersEnvironment:
     """Return an environment. This process loads each of them once.
 
     Args:
@@ -76,7 +76,7 @@ def load(name: str, kwargs: Mapping[str, Any]) -> VerifiersEnvironment:
     return _loaded[key]
 
 
-def _build(name: str, kwargs: Mapping[str, Any]) -> Any:
+def _build(name: str, kwargs: Mapping[str, object]) -> Any:
     if is_import_string(name):
         function = load_object(name, KEY)
         return run_user_code(f"{KEY}={name}", lambda: function(**kwargs))
@@ -127,7 +127,7 @@ class ClassicEnvironment:
         self._environment, self._client_class = environment, OpenAIChatCompletionsClient
         self._openai = _shared_client()
 
-    def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, Any]]:
+    def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, object]]:
         """Return the examples of the environment's dataset, or of its dataset for evaluation."""
         environment = self._environment
         source, dataset = ("eval_dataset_source", "eval_dataset") if is_heldout else ("dataset_source", "dataset")
@@ -166,25 +166,25 @@ def _shared_client() -> Any:
     )
 
 
-def _check_reward(reward: Any) -> float:
+def _check_reward(reward: object) -> float:
     """Return a reward as a float, or raise RolloutFailed if it is not a finite number."""
     if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
         raise RolloutFailed(f"the environment gave the reward {reward!r:.80}; a reward is a finite number")
     return float(reward)
 
 
-def _drop_empty_fields(example: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_empty_fields(example: Mapping[str, object]) -> dict[str, object]:
     """Return an example of a dataset without its empty fields, which tables add."""
     return json.loads(json.dumps({name: value for name, value in example.items() if value is not None}, default=str))
 
 
-def _describe_error(error: Any) -> str:
+def _describe_error(error: object) -> str:
     if isinstance(error, Mapping):
         return str(error.get("error_chain_str") or error.get("error_chain_repr") or error.get("error") or dict(error))
     return str(error)
 
 
-def _build_from_taskset(name: str, kwargs: Mapping[str, Any]) -> Any:
+def _build_from_taskset(name: str, kwargs: Mapping[str, Any]) -> object:
     """Return the environment of an installed taskset, with keys of its configuration such as `agent` and `taskset`."""
     import verifiers.v1 as library  # pyright: ignore[reportMissingImports]
 
@@ -198,10 +198,10 @@ class TasksetEnvironment:
     def __init__(self, environment: Any, name: str):
         """Keep the environment, whose configuration each rollout uses."""
         self._environment, self._name = environment, name
-        self._tasks: list[Any] = []
+        self._tasks: list[object] = []
         self._rest = iter(environment.taskset)
 
-    def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, Any]]:
+    def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, object]]:
         """Return the tasks of the taskset, each with its number. A taskset has none for evaluation."""
         if is_heldout:
             return []
@@ -231,7 +231,7 @@ class TasksetEnvironment:
             del os.environ[variable]
         return _read_episode(episode)
 
-    def _find_task(self, example: Mapping[str, Any]) -> Any:
+    def _find_task(self, example: Mapping[str, object]) -> object:
         """Return the task of an example, which must be one of the taskset."""
         number = example.get("number")
         if not isinstance(number, int) or number < 0:
@@ -242,7 +242,7 @@ class TasksetEnvironment:
         return self._tasks[number]
 
 
-def _build_example(number: int, data: Mapping[str, Any]) -> dict[str, Any]:
+def _build_example(number: int, data: Mapping[str, Any]) -> dict[str, object]:
     prompt = data.get("prompt") or ""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if data.get("system_prompt"):
@@ -250,7 +250,7 @@ def _build_example(number: int, data: Mapping[str, Any]) -> dict[str, Any]:
     return {"number": number, "prompt": messages, "answer": str(data.get("answer") or "")}
 
 
-def _read_episode(episode: Any) -> dict[str, Any]:
+def _read_episode(episode: Any) -> dict[str, object]:
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors or not episode.ok:
         message = "; ".join(f"{error.type}: {error.message}" for error in errors) or "it is not complete"

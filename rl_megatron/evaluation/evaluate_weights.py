@@ -147,7 +147,7 @@ def _generate(one: _SetFile, done: int, engine: RolloutEngine, runner: RolloutRu
             raise SaveFailed(f"--output {one.file.path} cannot be written: {failure}; free space, and repeat")
 
 
-def _build_lines(completions: ScoredCompletions, first: int, done: int) -> Iterator[dict[str, Any]]:
+def _build_lines(completions: ScoredCompletions, first: int, done: int) -> Iterator[dict[str, object]]:
     """Yield the line of each completion of a block, whose first number is `first`, from number `done` on."""
     columns = (completions.texts, completions.rewards, completions.lengths, completions.truncated)
     for number, (text, reward, length, truncated) in enumerate(zip(*columns, strict=True), first):

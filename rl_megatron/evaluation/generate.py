@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
@@ -178,7 +177,9 @@ def _generate(job: CompletionJob, sampling: Sampling, engine: RolloutEngine, don
     )
 
 
-def _build_lines(job: CompletionJob, numbers: range, rollouts: BatchedDataDict, done: int) -> Iterator[dict[str, Any]]:
+def _build_lines(
+    job: CompletionJob, numbers: range, rollouts: BatchedDataDict, done: int
+) -> Iterator[dict[str, object]]:
     """Yield the line of each completion from number `done` on."""
     columns = [rollouts[key].tolist() for key in ("prompt_lengths", "input_lengths", "stopped", "weight_version")]
     for index, (number, start, end, stopped, version) in enumerate(zip(numbers, *columns, strict=True)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from torch import Tensor
 
@@ -29,6 +29,9 @@ from rl_megatron.losses.functional import masked_mean, masked_sum
 from rl_megatron.losses.registry import configured_loss
 from rl_megatron.rollouts.scored import Scored, ScoredRollouts
 from rl_megatron.training.megatron_policy import MegatronPolicy
+
+if TYPE_CHECKING:
+    from rl_megatron.data.sources.source import HeldoutBatch, HeldoutProblemSet
 
 _NUM_SAMPLES_KEPT = 6
 EvalResult = tuple[dict[str, float], list[dict[str, Any]]]
@@ -97,7 +100,7 @@ class HeldoutAnswers(Evaluation):
     batch: BatchedDataDict
 
     @classmethod
-    def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+    def from_stage(cls, stage: StageConfig, heldout: HeldoutBatch, tokenizer: Tokenizer) -> Self:
         return cls(heldout.batch)
 
     @classmethod
@@ -127,7 +130,7 @@ class HeldoutText(HeldoutAnswers):
     tokens_per_character: float = 1.0
 
     @classmethod
-    def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+    def from_stage(cls, stage: StageConfig, heldout: HeldoutBatch, tokenizer: Tokenizer) -> Self:
         """Return the evaluation on the held-out text, for which the data source sets `tokens_per_character`."""
         if heldout.tokens_per_character is None:
             raise TypeError(
@@ -158,7 +161,7 @@ class HeldoutPairs(Evaluation):
     per_token: bool = False
 
     @classmethod
-    def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+    def from_stage(cls, stage: StageConfig, heldout: HeldoutBatch, tokenizer: Tokenizer) -> Self:
         return cls(heldout.batch, per_token=getattr(configured_loss(stage.loss), "averages_logprobs", False))
 
     @classmethod
@@ -213,7 +216,7 @@ class HeldoutProblems(Evaluation):
     rollouts: ScoredRollouts | None = None
 
     @classmethod
-    def from_stage(cls, stage: StageConfig, heldout: Any, tokenizer: Tokenizer) -> Self:
+    def from_stage(cls, stage: StageConfig, heldout: HeldoutProblemSet, tokenizer: Tokenizer) -> Self:
         encoded = encode_prompts(stage, heldout.problems, build_source(stage).renderer(tokenizer))
         sampling = make_sampling(stage, tokenizer, greedy=True, end_of_turn_ids=encoded.end_of_turn_ids)
         (metric,) = cls.metric_names(stage, has_reference=False)

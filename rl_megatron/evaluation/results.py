@@ -72,7 +72,7 @@ def read_start_values(path: Path, digest: str) -> list[Mapping[str, float]] | No
     return [json.loads(text) for text in table.column(_VALUES).to_pylist()]
 
 
-def _describe_problem(number: int, result: ProblemResult, right_from: float) -> dict[str, Any]:
+def _describe_problem(number: int, result: ProblemResult, right_from: float) -> dict[str, object]:
     samples = result.samples
     return {
         "problem": number,

@@ -24,7 +24,7 @@ class CompletionsFile:
     The settings lie beside the file, so that a command with other settings does not continue it.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]):
+    def __init__(self, path: Path, settings: Mapping[str, object]):
         """Keep the path, and everything that the completions depend on, as JSON values."""
         self.path = path
         self.settings_path = path.with_name(path.name + SETTINGS_SUFFIX)
@@ -64,7 +64,7 @@ class CompletionsFile:
         self._file.truncate(_find_end_of_lines(self._file))
         return num_lines
 
-    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+    def append(self, lines: Iterable[Mapping[str, object]]) -> None:
         """Write lines, and sync them to the disk."""
         assert self._file is not None  # `open` was called
         self._file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())

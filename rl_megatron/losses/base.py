@@ -46,7 +46,7 @@ class Loss(ABC):
     group_size: int = 1
     next_token_keys: frozenset[str] = frozenset()
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
+    def __init_subclass__(cls, **keywords: object) -> None:
         """Set `reads` to "logits" in a class that overrides `read_output` and does not declare what it reads."""
         super().__init_subclass__(**keywords)
         reader = next(owner for owner in cls.__mro__ if {"read_output", "reads"} & vars(owner).keys())
@@ -179,7 +179,7 @@ class Loss(ABC):
         """Return the keyword of a tensor that is the first positional argument."""
         return self.output_name
 
-    def streams(self, data: Mapping[str, Any], like: Tensor) -> TokenStreams:
+    def streams(self, data: Mapping[str, object], like: Tensor) -> TokenStreams:
         """Check that the keys of `evaluate` exist, and return data's streams on the device of `like`.
 
         Their dtype is that of `like`, but at least fp32.
@@ -187,7 +187,7 @@ class Loss(ABC):
         keys = tuple(key for key in self.required_keys if key not in self.output_keys)
         return TokenStreams(data, like, self.display_name, keys, self.next_token_keys)
 
-    def mask(self, data: Mapping[str, Any]) -> TokenMask:
+    def mask(self, data: Mapping[str, object]) -> TokenMask:
         """Return the mask of the tokens of data that count."""
         return TokenMask.from_batch(data, self.display_name)
 

@@ -70,7 +70,7 @@ class NaNLoss(ValueError):
         self.loss, self.metrics = loss, metrics
 
 
-def bind(forms: CallForms, args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Call:
+def bind(forms: CallForms, args: tuple[object, ...], keywords: Mapping[str, object]) -> Call:
     """Return the arguments of a call by name. A tensor as the first positional argument is the output or a stream."""
     named = _name_positional(forms, args)
     if twice := named.keys() & keywords.keys():
@@ -95,7 +95,7 @@ def bind(forms: CallForms, args: tuple[Any, ...], keywords: Mapping[str, Any]) -
     return Call(data, seqs, toks, output, sharding, rank, named)
 
 
-def _name_positional(forms: CallForms, args: tuple[Any, ...]) -> dict[str, Any]:
+def _name_positional(forms: CallForms, args: tuple[object, ...]) -> dict[str, Any]:
     names = (*_POSITIONAL, *forms.further_positional)
     if args and isinstance(args[0], Tensor):
         names = (forms.name_of(args[0]), *names)
@@ -124,8 +124,8 @@ def refuse_nan(
     name: str,
     loss: Tensor,
     metrics: dict[str, Any],
-    data: Mapping[str, Any],
-    keywords: Mapping[str, Any],
+    data: Mapping[str, object],
+    keywords: Mapping[str, object],
     required_keys: tuple[str, ...],
     next_token_keys: frozenset[str],
 ) -> None:
@@ -141,7 +141,7 @@ def refuse_nan(
             raise NaNLoss(f"{name} is NaN: {position} is {what} and not masked", loss, metrics)
 
 
-def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def as_numbers(metrics: Mapping[str, object]) -> dict[str, Any]:
     """Return the metrics with scalar tensors converted to Python numbers, in one transfer from the device.
 
     Per-sample metrics stay tensors, and numbers are returned unchanged.

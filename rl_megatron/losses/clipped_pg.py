@@ -120,7 +120,7 @@ class ClippedPGLossFn(LogprobLoss):
     cfg: ClippedPGLossConfig
     infinite_is_outside: ClassVar[bool] = True  # see `importance_weights`
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         self.cfg = parse_settings(ClippedPGLossConfig, cfg)
         self.loss_type = LossType.TOKEN_LEVEL if self.cfg.token_level_loss else LossType.SEQUENCE_LEVEL
 

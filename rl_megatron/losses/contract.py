@@ -71,12 +71,12 @@ class LossFunction(Protocol):
     ) -> tuple[Tensor, dict[str, Any]]: ...
 
 
-def is_loss_function(candidate: Any) -> bool:
+def is_loss_function(candidate: object) -> bool:
     """Return whether an object is itself a loss, and not a class or a function that makes one."""
     return hasattr(candidate, "input_type") or takes_logprobs(candidate)
 
 
-def takes_logprobs(loss_fn: Any) -> bool:
+def takes_logprobs(loss_fn: object) -> bool:
     """Return whether an object has the input_type LOGPROB, or is a function of `next_token_logprobs` without one."""
     if hasattr(loss_fn, "input_type") or not inspect.isfunction(loss_fn):
         return getattr(loss_fn, "input_type", None) is LossInputType.LOGPROB

@@ -102,7 +102,7 @@ class DistillationLossFn(Loss):
     output_keys = ("teacher_topk_logits", "teacher_topk_indices")
     next_token_keys = frozenset(output_keys)
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         self.cfg = parse_settings(DistillationLossConfig, cfg)
 
     @property

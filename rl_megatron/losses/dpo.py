@@ -87,7 +87,7 @@ class DPOLossFn(ReferencePreferenceLoss):
 
     cfg: DPOLossConfig
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         self.cfg = parse_settings(DPOLossConfig, cfg)
 
     @property
@@ -127,7 +127,7 @@ class IPOLossFn(ReferencePreferenceLoss):
 
     cfg: IPOLossConfig
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         self.cfg = parse_settings(IPOLossConfig, cfg)
 
     def _pair_loss(self, margin: Tensor) -> Tensor:

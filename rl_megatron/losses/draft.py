@@ -73,7 +73,7 @@ class DraftCrossEntropyLossFn(Loss):
     output_keys = ("teacher_logits",)
 
     def __init__(
-        self, cfg: Any = None, *, d2t: Tensor | None = None, vocab_parallel_group: dist.ProcessGroup | None = None
+        self, cfg: object = None, *, d2t: Tensor | None = None, vocab_parallel_group: dist.ProcessGroup | None = None
     ) -> None:
         self.cfg = parse_settings(DraftCrossEntropyLossConfig, cfg)
         self._policy_ids = None if d2t is None else _read_policy_ids(d2t)

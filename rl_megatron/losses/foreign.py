@@ -137,5 +137,5 @@ class ProtocolLoss(LogprobLoss):
         return self.wrapped(data=data, **counts, **keywords)
 
 
-def _get_name(loss_fn: Any) -> str:
+def _get_name(loss_fn: object) -> str:
     return getattr(loss_fn, "__name__", type(loss_fn).__name__)

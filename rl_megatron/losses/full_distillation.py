@@ -78,7 +78,7 @@ class FullDistillationLossFn(Loss):
     input_names = ("teacher_divergences",)
     output_keys = ("teacher_logits",)
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         self.cfg = parse_settings(FullDistillationLossConfig, cfg)
 
     @property

@@ -64,7 +64,7 @@ class KTOLossFn(LogprobLoss):
 
     loss_type = LossType.SEQUENCE_LEVEL
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         self.cfg = parse_settings(KTOLossConfig, cfg)
 
     @property

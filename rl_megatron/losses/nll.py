@@ -28,7 +28,7 @@ class NLLLoss(LogprobLoss):
     loss_type = LossType.TOKEN_LEVEL
     further_positional = ("dpo_loss", "dpo_average_log_probs")
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         self.cfg = parse_settings(NLLLossConfig, cfg)
 
     @property

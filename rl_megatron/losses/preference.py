@@ -67,7 +67,7 @@ class PreferenceLoss(Loss):
     output_name = "rewards"
     group_size = 2
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         self.cfg = parse_settings(PreferenceLossConfig, cfg)
 
     @property

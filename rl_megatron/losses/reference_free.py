@@ -64,7 +64,7 @@ class SimPOLossFn(ReferenceFreeLoss):
     Source: Meng et al. 2024, "SimPO" (arXiv:2405.14734), eq. 6.
     """
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         self.cfg = parse_settings(SimPOLossConfig, cfg)
         self.beta, self.sft_weight = self.cfg.beta, self.cfg.sft_loss_weight
 
@@ -87,7 +87,7 @@ class CPOLossFn(ReferenceFreeLoss):
     Source: Xu et al. 2024, "Contrastive Preference Optimization" (arXiv:2401.08417), eq. 3 to 5.
     """
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         self.cfg = parse_settings(CPOLossConfig, cfg)
         self.beta, self.sft_weight = self.cfg.beta, self.cfg.sft_loss_weight
         self.sft_average = self.cfg.sft_average_log_probs
@@ -107,7 +107,7 @@ class ORPOLossFn(ReferenceFreeLoss):
     beta = 1.0
     sft_weight = 1.0
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         self.cfg = parse_settings(ORPOLossConfig, cfg)
         self.preference_weight = self.cfg.beta
 

@@ -19,14 +19,14 @@ from rl_megatron.config.errors import nearest
 from rl_megatron.data.token_keys import is_token_key
 
 
-def require(data: Mapping[str, Any], key: str, loss: str) -> Any:
+def require(data: Mapping[str, object], key: str, loss: str) -> Any:
     """Return data[key]. If the batch does not have the key, the message names the nearest one that it has."""
     if key not in data:
         raise KeyError(f"{loss} needs data[{key!r}], which the batch does not have{nearest(key, data)}")
     return data[key]
 
 
-def require_integers(data: Mapping[str, Any], key: str, loss: str) -> Tensor:
+def require_integers(data: Mapping[str, object], key: str, loss: str) -> Tensor:
     """Return data[key], a tensor of ids."""
     value = _tensor(require(data, key, loss), f"data[{key!r}]", loss)
     if value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
@@ -34,7 +34,7 @@ def require_integers(data: Mapping[str, Any], key: str, loss: str) -> Tensor:
     return value
 
 
-def require_mask(data: Mapping[str, Any], key: str, loss: str) -> Tensor:
+def require_mask(data: Mapping[str, object], key: str, loss: str) -> Tensor:
     """Return data[key], a tensor of booleans or weights."""
     value = _tensor(require(data, key, loss), f"data[{key!r}]", loss)
     if value.is_complex():
@@ -42,7 +42,7 @@ def require_mask(data: Mapping[str, Any], key: str, loss: str) -> Tensor:
     return value
 
 
-def require_real(value: Any, name: str, loss: str) -> Tensor:
+def require_real(value: object, name: str, loss: str) -> Tensor:
     """Check that `value`, which messages call `name`, is a tensor of real numbers, and return it."""
     value = _tensor(value, name, loss)
     if value.is_complex() or value.dtype is torch.bool:
@@ -50,7 +50,7 @@ def require_real(value: Any, name: str, loss: str) -> Tensor:
     return value
 
 
-def _tensor(value: Any, name: str, loss: str) -> Tensor:
+def _tensor(value: object, name: str, loss: str) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{loss}: {name} must be a tensor, got {type(value).__name__}")
     return value
@@ -62,7 +62,7 @@ def _wrong_type(name: str, value: Tensor, rule: str, loss: str) -> TypeError:
 
 def find_nan(
     data: Mapping[str, Any],
-    keywords: Mapping[str, Any],
+    keywords: Mapping[str, object],
     required_keys: Sequence[str] = (),
     next_token_keys: Collection[str] = frozenset(),
     is_wanted: Callable[[Tensor], Tensor] = torch.isnan,
@@ -112,7 +112,7 @@ class TokenMask:
     samples: Shaped[Tensor, " batch"]
 
     @classmethod
-    def from_batch(cls, data: Mapping[str, Any], loss: str) -> TokenMask:
+    def from_batch(cls, data: Mapping[str, object], loss: str) -> TokenMask:
         token_mask, sample_mask = require_mask(data, "token_mask", loss), require_mask(data, "sample_mask", loss)
         if token_mask.dim() != 2 or sample_mask.shape != token_mask.shape[:1]:
             raise ValueError(

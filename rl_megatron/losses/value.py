@@ -59,7 +59,7 @@ class MSEValueLoss(ScoreLoss):
     output_name = "values"
     input_names = ("next_token_values",)
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         self.cfg = parse_settings(MSEValueLossConfig, cfg)
 
     @property

@@ -10,12 +10,15 @@ import traceback
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_megatron import disk, log
 from rl_megatron.config.errors import describe_error
 from rl_megatron.observability.liveness import Place, locate_error
 from rl_megatron.observability.run_files import ATTEMPTS, FAILURE
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _EARLIER_FAILURE = "failure.previous.json"  # the failure of the previous attempt
 # Keys of the job's store.
@@ -76,7 +79,7 @@ class FailureFile:
         if is_writer and self.path.is_file():
             self.path.replace(self.path.with_name(_EARLIER_FAILURE))
 
-    def write(self, content: Mapping[str, Any], what: str) -> str:
+    def write(self, content: Mapping[str, object], what: str) -> str:
         """Write the file. Return a sentence that tells where `what` is, or why no file has it."""
         if not self.has_begun:
             return f"No file has {what}, because the run has not begun its output_dir"
@@ -87,7 +90,7 @@ class FailureFile:
         return f"{self.path} has {what}"
 
 
-def record_failure(error: BaseException, rank: int, place: Place, on_all_ranks: bool) -> dict[str, Any]:
+def record_failure(error: BaseException, rank: int, place: Place, on_all_ranks: bool) -> dict[str, object]:
     """Return the content of failure.json for an error of a rank; `on_all_ranks` if all ranks raise it alike."""
     is_lost = isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
     return {
@@ -124,7 +127,7 @@ def describe_failure(failure: dict[str, Any], written: str) -> str:
 class FirstFailure:
     """The failure that was recorded first in the job's store. Each thread has its own connection to the store."""
 
-    def __init__(self, store: Any):
+    def __init__(self, store: Store):
         self._store = store
 
     def record(self, failure: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import yaml
 from jinja2 import Environment, StrictUndefined
@@ -86,7 +85,7 @@ def render_comparison(runs: Sequence[RecordedRun]) -> str:
     )
 
 
-def _render(**values: Any) -> str:
+def _render(**values: object) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return environment.from_string(TEMPLATE).render(written=now, **values)
@@ -127,7 +126,7 @@ def _describe_failure(run: RecordedRun) -> dict[str, str] | None:
     return {"message": str(content.get("message", "")), "place": place}
 
 
-def _build_section(run: RecordedRun, stage: str) -> dict[str, Any]:
+def _build_section(run: RecordedRun, stage: str) -> dict[str, object]:
     train, evals = run.list_metrics(stage, "train"), run.list_metrics(stage, "eval")
     shown = {name for _, names, _ in (*_MAIN, *_SPEED) for name in names}
     phases = [name for name in train if name.startswith(_PHASE[0]) and name != "time_step_s"]
@@ -196,7 +195,7 @@ def _strip(name: str, ends: tuple[str, str]) -> str:
     return name.removeprefix(ends[0]).removesuffix(ends[1])
 
 
-def _choose_samples(run: RecordedRun, stage: str) -> list[dict[str, Any]]:
+def _choose_samples(run: RecordedRun, stage: str) -> list[dict[str, object]]:
     """Return completions of some evaluations, evenly spaced from the first to the last."""
     lines = [line for line in run.samples if line["stage"] == stage and line["samples"]]
     most = _STEPS_WITH_SAMPLES
@@ -227,7 +226,7 @@ def _list_differences(runs: Sequence[RecordedRun]) -> list[tuple[str, ...]]:
     return [(key, *map(_format_value, values)) for key, values in rows if any(value != values[0] for value in values)]
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: object) -> str:
     return "null" if value is None else str(value)
 
 

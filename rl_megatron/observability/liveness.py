@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -210,18 +213,18 @@ def _count_collectives() -> int | None:
 # --- requests for stacks ---
 
 
-def request_stacks(store: Any) -> int:
+def request_stacks(store: Store) -> int:
     """Ask all ranks for their stacks. Return the number of the request."""
     return store.add(_STACK_REQUESTS, 1)
 
 
-def list_answers(store: Any, request: int) -> list[int]:
+def list_answers(store: Store, request: int) -> list[int]:
     """Return the ranks that have answered a request for stacks."""
     key = f"stacks/{request}/of"
     return sorted(map(int, store.get(key).decode().split())) if store.check([key]) else []
 
 
-def take_stacks(store: Any, request: int, ranks: list[int]) -> list[dict[str, Any]]:
+def take_stacks(store: Store, request: int, ranks: list[int]) -> list[dict[str, object]]:
     """Return the stacks of the ranks, equal ones once, and delete them from the store."""
     keys = [f"stacks/{request}/{rank}" for rank in ranks]
     ranks_by_stack: dict[str, list[int]] = {}

@@ -103,7 +103,7 @@ class MetricsLogger:
         self._progress.show(step, metrics, kind)
         self._pages.renew()
 
-    def record_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    def record_samples(self, step: int, samples: Sequence[Mapping[str, object]]) -> None:
         """Add completions of an evaluation to samples.jsonl, for people to read."""
         if self.enabled and samples:
             line = {"stage": self._stage, "step": step, "kind": "eval", "samples": samples}

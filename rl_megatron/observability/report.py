@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -15,6 +15,9 @@ from rich.table import Table
 from rl_megatron import disk
 from rl_megatron.config.metrics import METRICS_FILE, choose_shown_name, is_eval_metric
 from rl_megatron.observability.html_report import warn_if_it_fails
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # The evaluation metrics in curves.png.
 _HELDOUT = ("accuracy", "nll_per_token", "nll_per_character", "preference_accuracy", "reward_accuracy")
@@ -116,7 +119,7 @@ def plot_curves(metrics: Path, picture: Path) -> None:
     disk.replace_file(picture, content.getvalue())
 
 
-def _plot(axis: Any, lines: list[dict[str, Any]], kind: str, names: tuple[str, ...], title: str | None) -> None:
+def _plot(axis: Axes, lines: list[dict[str, Any]], kind: str, names: tuple[str, ...], title: str | None) -> None:
     for name in names:
         points = [(line["step"], line[name]) for line in lines if line["kind"] == kind and name in line]
         if points:

@@ -92,7 +92,7 @@ class RecordedRun:
         return [name for name in dict.fromkeys(name for line in lines for name in line) if name not in _NOT_METRICS]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and value == value and abs(value) != float("inf")
 
 
@@ -126,7 +126,7 @@ def _join_attempts(lines: list[dict[str, str]]) -> list[dict[str, str]]:
     return attempts
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested mappings by their paths, as in `optimizer.lr`."""
     values: dict[str, Any] = {}
     for key, value in tree.items():

@@ -59,7 +59,7 @@ class RunWatch:
         self._threads: list[threading.Thread] = []
         self._ticks = 0
         self._watchdog: Watchdog | None = None
-        self._own_failure: dict[str, Any] | None = None
+        self._own_failure: dict[str, object] | None = None
         self._others_failed_at: float | None = None
         self._has_reported, self._knows_of_failure = False, False
 

@@ -314,7 +314,7 @@ class PrometheusSink:
 class SavedRunId:
     """The id of a service's run, in a file of the output directory, with which a resumed run continues it."""
 
-    def __init__(self, path: Path, destination: Mapping[str, Any]):
+    def __init__(self, path: Path, destination: Mapping[str, object]):
         """Read the file. The id is not used if it was saved for another destination."""
         self._path, self._destination = path, dict(destination)
         self.id: str | None = None
@@ -360,7 +360,7 @@ def _name_metrics(line: MetricLine) -> dict[str, float]:
     return {f"{line.stage}/{line.kind}/{name}": value for name, value in values.items()}
 
 
-def _collect_facts(info: RunInfo) -> dict[str, Any]:
+def _collect_facts(info: RunInfo) -> dict[str, object]:
     """Return what a service records about the run besides its configuration."""
     return {
         "git_revision": info.git_revision,

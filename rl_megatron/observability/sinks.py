@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from rl_megatron import disk, log
 from rl_megatron.config.errors import ConfigError, describe_error, nearest
@@ -144,7 +144,7 @@ class TensorBoardSink:
     def close(self) -> None:
         """Do nothing: every event was closed when it was written."""
 
-    def _append(self, **values: Any) -> None:
+    def _append(self, **values: object) -> None:
         # TensorBoard's own writer has a thread, which ends for good if the disk is full.
         from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.summary.writer.record_writer import RecordWriter

@@ -125,7 +125,7 @@ class StepProfiler:
         self._running = [*self._running[:shared], *((name, now) for name in phases[shared:])]
 
 
-def convert_spans(spans: Iterable[Span]) -> Iterable[dict[str, Any]]:
+def convert_spans(spans: Iterable[Span]) -> Iterable[dict[str, object]]:
     """Yield spans as complete events of a trace, in microseconds since 1970.
 
     Spans of a process that overlap, such as requests to a server, are on different tracks, because the spans of one
@@ -149,7 +149,7 @@ def convert_spans(spans: Iterable[Span]) -> Iterable[dict[str, Any]]:
         }  # fmt: skip
 
 
-def _convert_events(trace: dict[str, Any], process: str) -> list[dict[str, Any]]:
+def _convert_events(trace: dict[str, Any], process: str) -> list[dict[str, object]]:
     """Return the events of torch's trace of a process, in microseconds since 1970."""
     base = trace.get("baseTimeNanoseconds", 0) / 1000
     events = []

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_megatron.observability.failures import FailureFile
 from rl_megatron.observability.liveness import Beat, beat_key, list_answers, request_stacks, take_stacks
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 _MAX_LISTED = 8  # ranks that are listed one by one
 _TICKS_FOR_STACKS = 3  # how many heartbeats ranks have to send their stacks
@@ -32,7 +35,7 @@ class RankState:
         """Return what the rank's main thread does: it waits in a collective, or runs a line."""
         return f"in {self.wait}" if self.wait else f"at {self.beat.at}"
 
-    def to_record(self) -> dict[str, Any]:
+    def to_record(self) -> dict[str, object]:
         """Return the entry of failure.json about the rank."""
         place = self.beat.place
         return {
@@ -160,7 +163,7 @@ class Watchdog:
 
     def __init__(
         self,
-        store: Any,
+        store: Store,
         rank: int,
         world_size: int,
         limit: float,
@@ -188,7 +191,7 @@ class Watchdog:
         self._request: int | None = None
         self._ticks_since_request = 0
         self._reported: Diagnosis | None = None
-        self._content: dict[str, Any] = {}
+        self._content: dict[str, object] = {}
         self._all_keys_exist = False
 
     def tick(self, elapsed: float) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from rl_megatron.plan.measured import CATEGORIES, Count, Live, Measured, thin_ti
 from rl_megatron.plan.phases import GroupName, PhaseName
 from rl_megatron.topology import transfer
 from rl_megatron.topology.topology import Topology
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 aten = torch.ops.aten
 _GROUPS: dict[str, GroupName] = {
@@ -67,7 +70,7 @@ class Ledger(fake_cuda.Observer):
         self._allocations: dict[int, _Allocation] = {}
         self._group_names: dict[str, GroupName] = {}
         self._pipeline = 1
-        self._launches: dict[Any, bool] = {}
+        self._launches: dict[OpOverload, bool] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -116,7 +119,9 @@ class Ledger(fake_cuda.Observer):
 
     # --- what `FakeCuda` reports ---
 
-    def on_allocation(self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: Any) -> None:
+    def on_allocation(
+        self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: OpOverload | None
+    ) -> None:
         """Count new memory."""
         key = storage._cdata
         if key in self._allocations:
@@ -154,7 +159,7 @@ class Ledger(fake_cuda.Observer):
             if self._keeps_locations:
                 self.held_at_peak = Counter(self.held)
 
-    def _choose_category(self, tensor: Tensor, location: str, operator: Any) -> int:
+    def _choose_category(self, tensor: Tensor, location: str, operator: OpOverload | None) -> int:
         category = "activations"
         is_upload = operator is aten._to_copy.default and location.startswith("rl_megatron/")
         if self.logits_width is not None and tensor.dim() > 1 and tensor.size(-1) == self.logits_width:
@@ -165,7 +170,7 @@ class Ledger(fake_cuda.Observer):
             category = "buffers"
         return CATEGORIES.index(category)
 
-    def on_launch(self, operator: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def on_launch(self, operator: OpOverload, args: tuple, kwargs: dict, result: object) -> None:
         """Count an operator."""
         formula = flop_registry.get(operator._overloadpacket)
         if formula is not None:
@@ -187,7 +192,7 @@ class Ledger(fake_cuda.Observer):
         if self._timeline[-1][1] != self._now:
             self._timeline.append((self._kernels, self._now))
 
-    def _launches_kernel(self, operator: Any) -> bool:
+    def _launches_kernel(self, operator: OpOverload) -> bool:
         if operator not in self._launches:
             aliases = [argument.alias_info for argument in operator._schema.arguments]
             is_view = any(alias is not None and not alias.is_write for alias in aliases)
@@ -209,7 +214,7 @@ class Ledger(fake_cuda.Observer):
             self._counts["bytes", *key] += num_bytes
 
 
-def _with_all_heads(operands: list[Any], before_query: int) -> list[Any]:
+def _with_all_heads(operands: list[Any], before_query: int) -> list[object]:
     """Return the shapes of query, keys and values with as many heads of keys as of queries, and all other operands.
 
     The kernels repeat the heads of keys and values. The formulas of torch up to 2.12 do not know that.

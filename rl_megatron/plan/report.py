@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +18,9 @@ from rl_megatron.plan.phases import Bytes, PhaseUse, RankUse
 from rl_megatron.plan.search import Candidate, Search
 from rl_megatron.plan.servers import Servers
 from rl_megatron.plan.workload import Workload
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _CATEGORIES = tuple(field.name for field in fields(Bytes))
 _TITLES = {"kv_cache": "KV cache"}
@@ -282,7 +285,7 @@ def _describe_choices(candidate: Candidate) -> str:
 
 def search_as_json(
     result: Search, commands: Mapping[int, str], verified: Mapping[int, int], stage: str | None, top: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the result of a search for programs."""
     return {
         "considered": result.considered,
@@ -302,7 +305,7 @@ def search_as_json(
     }
 
 
-def print_json(value: Mapping[str, Any]) -> None:
+def print_json(value: Mapping[str, object]) -> None:
     """Print JSON to stdout."""
     print(json.dumps(value, indent=2))
 
@@ -335,7 +338,7 @@ def draw(report: Report, file: Path) -> None:
         plt.close(figure)
 
 
-def _draw_rank(axes: Any, use: RankUse, cluster: Cluster) -> None:
+def _draw_rank(axes: Axes, use: RankUse, cluster: Cluster) -> None:
     colours = {name: f"C{index}" for index, name in enumerate(_CATEGORIES)}
     for position, phase in enumerate(use.phases):
         if len(phase.timeline) > 1:
@@ -360,14 +363,14 @@ def _draw_rank(axes: Any, use: RankUse, cluster: Cluster) -> None:
     axes.set_title(f"rank of the {use.kind}, of {cluster.gpu.memory_gib:g} GiB", loc="left", fontsize=9)
 
 
-def _rank_as_json(use: RankUse) -> dict[str, Any]:
+def _rank_as_json(use: RankUse) -> dict[str, object]:
     result = asdict(use)
     for phase, phase_use in zip(result["phases"], use.phases, strict=True):
         phase["peak_bytes"] = phase_use.peak_bytes
     return result
 
 
-def _estimate_as_json(estimate: StepEstimate) -> dict[str, Any]:
+def _estimate_as_json(estimate: StepEstimate) -> dict[str, object]:
     result = asdict(estimate)
     for name, seconds in estimate.phases.items():
         result["phases"][name]["total"] = seconds.total

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from rl_megatron import log
 
@@ -29,7 +28,7 @@ class AnswerCache:
         self._directory = None if directory == OFF else Path(directory).expanduser() if directory else default
 
     @staticmethod
-    def key(request: Mapping[str, Any]) -> str:
+    def key(request: Mapping[str, object]) -> str:
         """Return the digest of a request, which is plain data."""
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 

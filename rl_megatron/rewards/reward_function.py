@@ -47,7 +47,7 @@ class BadFunction(ValueError):
 class RewardFunction:
     """A function with its further arguments, which is called in its own form."""
 
-    def __init__(self, function: Callable[..., Any], label: str, kwargs: Mapping[str, Any] | None = None):
+    def __init__(self, function: Callable[..., Any], label: str, kwargs: Mapping[str, object] | None = None):
         """Read the function's signature.
 
         Args:
@@ -105,7 +105,7 @@ class RewardFunction:
         arguments = self._verl_arguments(sample) if self.form == "verl" else self._sample_arguments(sample)
         return self._function(**arguments | self._kwargs)
 
-    def call_list(self, samples: Sequence[Sample], log_metric: Callable[[str, float], None]) -> Any:
+    def call_list(self, samples: Sequence[Sample], log_metric: Callable[[str, float], None]) -> object:
         """Return what the function returns for all samples; a coroutine if it is async.
 
         Args:
@@ -114,7 +114,7 @@ class RewardFunction:
         """
         return self._function(**self._list_arguments(samples, log_metric) | self._kwargs)
 
-    def _sample_arguments(self, sample: Sample) -> dict[str, Any]:
+    def _sample_arguments(self, sample: Sample) -> dict[str, object]:
         problem = sample.problem
         for_all = {
             **problem.record,
@@ -130,7 +130,7 @@ class RewardFunction:
             by_name |= {"sequence_ids": list(sample.sequence_ids), "sequence_text": sample.sequence_text}
         return self._select_arguments(for_all, by_name)
 
-    def _verl_arguments(self, sample: Sample) -> dict[str, Any]:
+    def _verl_arguments(self, sample: Sample) -> dict[str, object]:
         record = sample.problem.record
         arguments = {
             "data_source": record.get("data_source", ""),
@@ -184,7 +184,7 @@ class TaskReward:
         return self._task.reward(sample.problem, sample.completion)
 
 
-def get_ground_truth(problem: Problem) -> Any:
+def get_ground_truth(problem: Problem) -> object:
     """Return the reference answer as verl's functions get it: `reward_model.ground_truth` if the record has it."""
     reward_model = problem.record.get("reward_model")
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
@@ -210,10 +210,10 @@ def get_prompt_messages(problem: Problem) -> list[Mapping[str, Any]] | None:
     return None
 
 
-def run_async(result: Any, loop: asyncio.AbstractEventLoop) -> Any:
+def run_async(result: object, loop: asyncio.AbstractEventLoop) -> object:
     """Return a function's result; one that has to be awaited is awaited in `loop`."""
 
-    async def wait(awaitable: Awaitable[Any]) -> Any:
+    async def wait(awaitable: Awaitable[object]) -> Any:
         return await awaitable
 
     return loop.run_until_complete(wait(result)) if inspect.isawaitable(result) else result
@@ -259,7 +259,7 @@ class Score(NamedTuple):
     metrics: dict[str, float]
 
 
-def read_result(result: Any, may_skip: bool = False) -> Score:
+def read_result(result: object, may_skip: bool = False) -> Score:
     """Return the score in a function's result, for one sample.
 
     Args:
@@ -333,6 +333,6 @@ def _to_float(value: Any) -> float | None:
         return math.inf
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}" if value is not None else "None"

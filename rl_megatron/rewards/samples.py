@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -101,7 +101,7 @@ class Outcome(NamedTuple):
     failure: Failure | None = None
 
 
-def pickle_for_worker(value: Callable[..., Any] | object, where: str) -> bytes:
+def pickle_for_worker(value: object, where: str) -> bytes:
     """Return a function, or an instance of a user's class, so that another process can load it.
 
     What a fresh process can import is sent by name. Everything else, such as a function of `__main__` or of a cell of a

@@ -148,7 +148,7 @@ class Worker:
         except BaseException as error:  # also SystemExit and asyncio.CancelledError, which would end the loop
             return _build_failure(error)
 
-    def _send(self, *message: Any) -> None:
+    def _send(self, *message: object) -> None:
         self._mark.end_forked_child()
         try:
             write_frame(self._connection, pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))

@@ -217,7 +217,7 @@ class AsyncRollouts:
         self._is_open.set()
         self._start_groups()
 
-    async def _read_state(self) -> dict[str, Any]:
+    async def _read_state(self) -> dict[str, object]:
         return self.queue.state_dict()
 
     async def _take_groups(self) -> bool:

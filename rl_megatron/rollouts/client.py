@@ -7,7 +7,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
 
 from rl_megatron.data.conversations import Message, get_message_text
 from rl_megatron.data.encoding import EncodedPrompt
@@ -145,7 +144,7 @@ class RolloutClient:
     def history(
         self,
         messages: Sequence[Message] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         most_characters: int | None = None,
     ) -> History:
         """Return the history that begins with the prompt of the task, or with messages.

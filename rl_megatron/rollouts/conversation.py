@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_megatron.config.rollout import TurnSampling
 from rl_megatron.data.chat_template import ChatTemplate
@@ -18,12 +18,15 @@ from rl_megatron.rollouts.history import History
 from rl_megatron.rollouts.trajectory import HistoryFull, Trajectory
 from rl_megatron.rollouts.worker import register_rollout_worker
 
+if TYPE_CHECKING:
+    from rl_megatron.rollouts.tools.calls import FoundCall
+
 
 class Tools(Protocol):
     """The tools that the policy may call in one trajectory."""
 
     @property
-    def schemas(self) -> Sequence[Mapping[str, Any]]:
+    def schemas(self) -> Sequence[Mapping[str, object]]:
         """Return their JSON schemas, which the chat template describes."""
         ...
 
@@ -32,11 +35,11 @@ class Tools(Protocol):
         """Return how many calls there were and how many failed, by name."""
         ...
 
-    def find_calls(self, text: str) -> Sequence[Any]:
+    def find_calls(self, text: str) -> Sequence[FoundCall]:
         """Return the calls in a turn of the policy; empty if there are none."""
         ...
 
-    async def answer(self, calls: Sequence[Any]) -> tuple[list[Message], bool]:
+    async def answer(self, calls: Sequence[FoundCall]) -> tuple[list[Message], bool]:
         """Return the messages for the model, and whether the trajectory ends."""
         ...
 
@@ -67,7 +70,9 @@ class Conversation:
         self._environments, self._tools = environments, tools
         self._max_turns, self._turns = max_turns, turns
 
-    async def rollout(self, client: RolloutClient, record: Mapping[str, Any], sampling: Sampling) -> list[Trajectory]:
+    async def rollout(
+        self, client: RolloutClient, record: Mapping[str, object], sampling: Sampling
+    ) -> list[Trajectory]:
         chat = client.prompt.chat()
         tools = None if self._tools is None else self._tools(None if chat is None else chat[0])
         schemas = None if tools is None or chat is None else tools.schemas  # plain text describes tools by its prompt
@@ -83,9 +88,9 @@ class Conversation:
     async def _begin(
         self,
         client: RolloutClient,
-        record: Mapping[str, Any],
+        record: Mapping[str, object],
         environment: Environment,
-        schemas: Sequence[Mapping[str, Any]] | None,
+        schemas: Sequence[Mapping[str, object]] | None,
     ) -> tuple[History, dict[str, Any]]:
         """Reset the environment; return the history with its first messages, and its metadata."""
         history = client.history(tools=schemas)
@@ -103,7 +108,7 @@ class Conversation:
         history: History,
         environment: Environment | None,
         tools: Tools | None,
-        metadata: Mapping[str, Any],
+        metadata: Mapping[str, object],
         sampling: Sampling,
     ) -> Trajectory:
         """Let the policy take turns until something ends the trajectory."""

@@ -40,7 +40,7 @@ class EnvironmentStep:
     stop: Sequence[str] | None = None
 
 
-def read_observation(observation: Any) -> list[Message] | None:
+def read_observation(observation: object) -> list[Message] | None:
     """Return an observation as messages; None stays None."""
     if observation is None:
         return None
@@ -64,15 +64,15 @@ def read_observation(observation: Any) -> list[Message] | None:
     ]
 
 
-def read_reset(result: Any) -> tuple[list[Message] | None, dict[str, Any]]:
+def read_reset(result: object) -> tuple[list[Message] | None, dict[str, object]]:
     """Return the messages and the metadata of what `reset` returned: an observation, or one with a mapping."""
-    metadata: Any = {}
+    metadata: object = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping) and "role" not in result[1]:
         result, metadata = result
     return read_observation(result), _read_metadata(metadata)
 
 
-def read_step(result: Any) -> EnvironmentStep:
+def read_step(result: object) -> EnvironmentStep:
     """Return what `step` returned as an EnvironmentStep whose messages are a list.
 
     The result is an EnvironmentStep, or gymnasium's observation, reward, terminated, truncated and info.
@@ -102,27 +102,27 @@ def read_step(result: Any) -> EnvironmentStep:
     )
 
 
-def _read_reward(reward: Any) -> float:
+def _read_reward(reward: object) -> float:
     number = _unwrap_item(reward)
     if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
         raise BadAnswer(f"returned the reward {reward!r:.80}; a reward is a finite number")
     return float(number)
 
 
-def _read_switch(name: str, value: Any) -> bool:
+def _read_switch(name: str, value: object) -> bool:
     flag = _unwrap_item(value)
     if not isinstance(flag, bool):
         raise BadAnswer(f"returned {name}={value!r:.80}; it is True or False")
     return flag
 
 
-def _read_metadata(metadata: Any) -> dict[str, Any]:
+def _read_metadata(metadata: object) -> dict[str, object]:
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
         raise BadAnswer(f"returned the metadata {metadata!r:.80}; it is a mapping with texts as keys")
     return dict(metadata)
 
 
-def _unwrap_item(value: Any) -> Any:
+def _unwrap_item(value: object) -> object:
     """Return the number in a scalar of numpy or torch, and other values as they are."""
     item = getattr(value, "item", None)
     return item() if callable(item) and getattr(value, "shape", None) == () else value

@@ -26,7 +26,7 @@ _NEMO_PARAMETERS = ("message_log_batch", "metadata")
 _NEMO_PARTS = ("observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers")
 
 
-def is_of_nemo(environment: Any) -> bool:
+def is_of_nemo(environment: object) -> bool:
     """Return whether a class or an object has NeMo RL's method `step`."""
     step = getattr(environment, "step", None)
     return callable(step) and set(_NEMO_PARAMETERS) <= set(inspect.signature(step).parameters)
@@ -38,9 +38,9 @@ class NemoEnvironment:
     def __init__(self, environment: Any):
         self._environment = environment
         self._log: list[Message] = []
-        self._metadata: Any = None
+        self._metadata: object = None
 
-    async def reset(self, record: Mapping[str, Any], messages: Sequence[Message]) -> None:
+    async def reset(self, record: Mapping[str, object], messages: Sequence[Message]) -> None:
         """Begin with the messages of the prompt, and with the record's `extra_env_info` as metadata, if it has it."""
         self._log = [{"role": message["role"], "content": message["content"]} for message in messages]
         self._metadata = record.get("extra_env_info", dict(record))
@@ -120,13 +120,13 @@ class HostedEnvironment:
             await call_user_code(getattr(self._environment, "close", lambda: None))
 
 
-async def make(target: str, kwargs: Mapping[str, Any]) -> HostedEnvironment:
+async def make(target: str, kwargs: Mapping[str, object]) -> HostedEnvironment:
     """Return an environment that is made with these arguments."""
     environment, _ = await call_user_code(ENVIRONMENTS.find(target, _KEY), **kwargs)
     return HostedEnvironment(environment)
 
 
-def check(target: str, kwargs: Mapping[str, Any]) -> None:
+def check(target: str, kwargs: Mapping[str, object]) -> None:
     """Check that a name is that of an environment, which takes these arguments. A user's environment is not made.
 
     Raises ConfigError if it cannot be loaded, and BadAnswer if it is not an environment or takes other arguments.

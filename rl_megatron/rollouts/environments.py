@@ -29,7 +29,7 @@ class Environment:
         self._hosted, self._seconds = hosted, seconds_per_call
 
     async def reset(
-        self, record: Mapping[str, Any], messages: Sequence[Message]
+        self, record: Mapping[str, object], messages: Sequence[Message]
     ) -> tuple[list[Message] | None, dict[str, Any]]:
         """Begin a trajectory; return its first messages (None: those of the prompt) and its metadata.
 
@@ -72,13 +72,13 @@ def check_environment(settings: EnvironmentConfig) -> None:
         check_in_process(settings, f"{_ADAPTER}:check", kwargs, settings.seconds_per_call)
 
 
-def check_in_process(settings: EnvironmentConfig, function: str, kwargs: Mapping[str, Any], seconds: float) -> None:
+def check_in_process(settings: EnvironmentConfig, function: str, kwargs: Mapping[str, object], seconds: float) -> None:
     """Run a function that checks the environment in a separate process, and raise ConfigError if it fails."""
     with ThreadPoolExecutor(1) as thread:  # a notebook's thread has an asyncio loop of its own
         thread.submit(asyncio.run, _check(settings, function, kwargs, seconds)).result()
 
 
-async def _check(settings: EnvironmentConfig, function: str, kwargs: Mapping[str, Any], seconds: float) -> None:
+async def _check(settings: EnvironmentConfig, function: str, kwargs: Mapping[str, object], seconds: float) -> None:
     hosts = build_environment_hosts(settings)
     try:
         await hosts.call(function, kwargs, seconds)

@@ -131,7 +131,7 @@ def _find_spans(versions: Sequence[int]) -> Iterator[dict[str, int]]:
         start = end
 
 
-def _find_turns(batch: BatchedDataDict, number: int) -> Iterator[dict[str, Any]]:
+def _find_turns(batch: BatchedDataDict, number: int) -> Iterator[dict[str, object]]:
     """Yield the turns of a sequence: their numbers in the trajectory, tokens and rewards."""
     start = 0
     for turn, tokens in groupby(batch[TURN][number].tolist()):
@@ -141,7 +141,7 @@ def _find_turns(batch: BatchedDataDict, number: int) -> Iterator[dict[str, Any]]
         start = end
 
 
-def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Write the file of a step. A file that exists is replaced as a whole."""
     import pyarrow
     import pyarrow.parquet
@@ -225,7 +225,7 @@ def _build_experts(rows: Sequence[Mapping[str, Any]], width: int) -> Tensor:
     return experts
 
 
-def _fill(mask: Tensor, values: Sequence[Sequence[Any]], dtype: torch.dtype, rest: float) -> Tensor:
+def _fill(mask: Tensor, values: Sequence[Sequence[object]], dtype: torch.dtype, rest: float) -> Tensor:
     """Return a tensor with the values, in order, where the mask is set, and `rest` elsewhere."""
     result = torch.full(mask.shape, rest, dtype=dtype)
     result[mask] = torch.tensor([value for row in values for value in row], dtype=dtype)

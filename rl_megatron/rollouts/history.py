@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 from rl_megatron.data.chat_template import ChatTemplate
 from rl_megatron.data.conversations import Conversation, Message, get_message_text
@@ -62,7 +62,7 @@ def check_length(text: str, most_characters: int | None) -> None:
         raise HistoryFull(f"a text has {len(text)} characters, and the context holds at most {most_characters}")
 
 
-def escape_special_tokens(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
+def escape_special_tokens(message: Message, tokenizer: Tokenizer) -> dict[str, object]:
     """Return a message or a tool whose texts cannot make special tokens: only the chat template writes these.
 
     The name of a special token gets an invisible character, in the content and also in the arguments of tool calls.
@@ -71,7 +71,7 @@ def escape_special_tokens(message: Message, tokenizer: Tokenizer) -> dict[str, A
     return {str(key): value if key == "role" else _break_special_tokens(value, names) for key, value in message.items()}
 
 
-def _break_special_tokens(value: Any, names: Sequence[str]) -> Any:
+def _break_special_tokens(value: object, names: Sequence[str]) -> object:
     if isinstance(value, str):
         for name in names:
             value = value.replace(name, name[:1] + _INVISIBLE + name[1:])
@@ -162,7 +162,7 @@ class History(ABC):
         reward: float = 0.0,
         *,
         truncated: bool | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
     ) -> Trajectory:
         """Return the trajectory up to the last completion.
 

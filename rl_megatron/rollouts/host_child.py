@@ -36,7 +36,7 @@ class HostWorker:
     def __init__(self, connection: socket.socket, mark: CallMark):
         self._connection, self._mark = connection, mark
         self._loop = asyncio.new_event_loop()
-        self._objects: dict[int, Any] = {}
+        self._objects: dict[int, object] = {}
         self._calls: dict[int, set[asyncio.Task[None]]] = {}  # those of each object; -1: of functions
         self._touching: asyncio.Task[None] | None = None
         self._busy, self._most_bytes = BusyTime(), 0
@@ -115,7 +115,7 @@ class HostWorker:
             self._write(payload)
 
     def _load_class(
-        self, number: int, owner: int, target: str, kwargs: Mapping[str, Any], imports: list[str]
+        self, number: int, owner: int, target: str, kwargs: Mapping[str, object], imports: list[str]
     ) -> Callable[[], Any]:
         for import_string in imports:
             load_object(import_string, import_string)
@@ -126,17 +126,17 @@ class HostWorker:
 
         return make
 
-    def _find_method(self, number: int, owner: int, name: str, arguments: tuple[Any, ...]) -> Callable[[], Any]:
+    def _find_method(self, number: int, owner: int, name: str, arguments: tuple[object, ...]) -> Callable[[], Any]:
         return functools.partial(getattr(self._objects[owner], name), *arguments)
 
-    def _load_function(self, number: int, owner: int, target: str, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    def _load_function(self, number: int, owner: int, target: str, kwargs: Mapping[str, object]) -> Callable[[], Any]:
         return functools.partial(load_object(target, target), **kwargs)
 
     def _drop(self, number: int, owner: int) -> Callable[[], Any]:
         dropped = self._objects.pop(owner, None)  # None: it could not be made
         return getattr(dropped, "close", lambda: None)
 
-    def _send(self, *message: Any) -> None:
+    def _send(self, *message: object) -> None:
         self._mark.end_forked_child()
         self._write(dump_plain(message))
 

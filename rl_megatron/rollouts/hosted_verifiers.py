@@ -17,22 +17,22 @@ class HostedRollout:
     def __init__(self, environment: VerifiersEnvironment):
         self._environment = environment
 
-    async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
+    async def rollout(self, example: Mapping[str, object], base_url: str, api_key: str) -> dict[str, Any]:
         """Run one rollout, as `VerifiersEnvironment.rollout` describes."""
         return await self._environment.rollout(example, base_url, api_key)
 
 
-async def make(name: str, kwargs: Mapping[str, Any]) -> HostedRollout:
+async def make(name: str, kwargs: Mapping[str, object]) -> HostedRollout:
     """Return a rollout of the environment, which this process loads if it has not."""
     return HostedRollout(load(name, kwargs))
 
 
-def check(name: str, kwargs: Mapping[str, Any]) -> None:
+def check(name: str, kwargs: Mapping[str, object]) -> None:
     """Load the environment, or raise ConfigError."""
     load(name, kwargs)
 
 
-def build_example(record: Mapping[str, Any], messages: Sequence[Message]) -> dict[str, Any]:
+def build_example(record: Mapping[str, object], messages: Sequence[Message]) -> dict[str, Any]:
     """Return the example for a record of other data, whose prompt has these messages."""
     example = {"prompt": list(messages), "answer": str(record.get("answer", "")), "info": {}, "example_id": 0}
     return example | {name: record[name] for name in _FIELDS if record.get(name) is not None}

@@ -57,7 +57,7 @@ class _Call:
     what: str
     timeout: float
     since: float
-    answer: asyncio.Future[Any]
+    answer: asyncio.Future[tuple[Any, bool]]
 
 
 class HostProcess:
@@ -89,8 +89,8 @@ class HostProcess:
         return len(self._calls)
 
     async def ask(
-        self, kind: str, owner: int, *arguments: Any, timeout: float, what: str, waits: float | None = None
-    ) -> tuple[Any, bool]:
+        self, kind: str, owner: int, *arguments: object, timeout: float, what: str, waits: float | None = None
+    ) -> tuple[object, bool]:
         """Return what a call returns, and whether it was async.
 
         Args:
@@ -239,7 +239,7 @@ class ProcessHosts:
     async def make(
         self,
         target: str,
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, object],
         timeout: float,
         shown: str | None = None,
         imports: Sequence[str] = (),
@@ -268,7 +268,7 @@ class ProcessHosts:
             raise
         return hosted
 
-    async def call(self, target: str, kwargs: Mapping[str, Any], timeout: float) -> Any:
+    async def call(self, target: str, kwargs: Mapping[str, object], timeout: float) -> Any:
         """Return what the function `target` returns, which is called in a process with the fewest calls.
 
         A function that is not async waits until no other one runs in a process. `timeout` is in seconds, without the
@@ -286,7 +286,7 @@ class ProcessHosts:
                 process.end()
         self.processes = [None] * len(self.processes)
 
-    async def _call_function(self, target: str, kwargs: Mapping[str, Any], timeout: float) -> Any:
+    async def _call_function(self, target: str, kwargs: Mapping[str, object], timeout: float) -> object:
         process, what = self._choose_process(by_objects=False), f"{target}()"
         result, is_async = await process.ask(
             "function", _FUNCTION_OWNER, target, dict(kwargs), timeout=timeout, what=what
@@ -320,7 +320,7 @@ class HostedObject:
         """Keep the process, in which `ProcessHosts.make` makes the object."""
         self._process, self._number, self._shown = process, number, shown
 
-    async def call(self, method: str, *args: Any, timeout: float, waits: float | None = None) -> Any:
+    async def call(self, method: str, *args: object, timeout: float, waits: float | None = None) -> Any:
         """Return what a method returns.
 
         Args:

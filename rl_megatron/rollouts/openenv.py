@@ -29,7 +29,7 @@ class OpenEnv:
         self,
         base_url: str | None = None,
         client: str = _ANY_CLIENT,
-        client_kwargs: Mapping[str, Any] | None = None,
+        client_kwargs: Mapping[str, object] | None = None,
         action: str | None = None,
         action_field: str | None = None,
         observation: str | None = None,
@@ -71,7 +71,7 @@ class OpenEnv:
         self._client: Any = None
         self._reward = 0.0  # of the reset, which the first turn gets
 
-    async def reset(self, record: Mapping[str, Any]) -> list[Message] | str | None:
+    async def reset(self, record: Mapping[str, object]) -> list[Message] | str | None:
         """Connect to the server, and return its first observation.
 
         Raises:
@@ -126,7 +126,7 @@ class OpenEnv:
         (first_line, *_) = [*str(error).splitlines(), ""]
         return EnvironmentStep(f"error: {first_line}", reset_reward + self._malformed_reward)
 
-    async def _build_message(self, observation: Any) -> Any:
+    async def _build_message(self, observation: object) -> Any:
         if self._shown is not None:
             return (await call_user_code(self._shown, observation))[0]
         fields = _read_fields(observation)

@@ -192,7 +192,7 @@ class RolloutRecord:
                 )
         return rows
 
-    def _read_batch(self, rows: Sequence[Mapping[str, Any]]) -> BatchedDataDict:
+    def _read_batch(self, rows: Sequence[Mapping[str, object]]) -> BatchedDataDict:
         names = None if self._reward is None else [function.shown_name for function in self._reward.functions]
         batch = rows_to_batch(rows, names)
         if self._mixture:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from rl_megatron.config.environments import EnvironmentConfig
 from rl_megatron.data.tasks.verifiers import EXAMPLE
@@ -27,7 +26,9 @@ class VerifiersWorker:
         """Start no process yet. The section `rollout.environment` has a name."""
         self._settings, self._hosts = settings, build_environment_hosts(settings)
 
-    async def rollout(self, client: RolloutClient, record: Mapping[str, Any], sampling: Sampling) -> list[Trajectory]:
+    async def rollout(
+        self, client: RolloutClient, record: Mapping[str, object], sampling: Sampling
+    ) -> list[Trajectory]:
         """Run one rollout of the environment, and return the trajectory of its requests."""
         settings = self._settings
         example = record.get(EXAMPLE)

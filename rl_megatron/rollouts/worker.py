@@ -36,7 +36,7 @@ def register_rollout_worker(name: str) -> Callable[[WorkerT], WorkerT]:
 
 
 @register_rollout_worker("completion")
-async def completion(client: RolloutClient, record: Mapping[str, Any], sampling: Sampling) -> list[Trajectory]:
+async def completion(client: RolloutClient, record: Mapping[str, object], sampling: Sampling) -> list[Trajectory]:
     """Complete the prompt once."""
     ids = client.prompt.ids
     answer = await client.complete(ids, sampling)
@@ -44,13 +44,13 @@ async def completion(client: RolloutClient, record: Mapping[str, Any], sampling:
     return [Trajectory((segment,), truncated=answer.reason != "stop")]
 
 
-def load_worker(name: str, kwargs: Mapping[str, Any]) -> RolloutWorker:
+def load_worker(name: str, kwargs: Mapping[str, object]) -> RolloutWorker:
     """Return the worker that `rollout.worker` names, with the arguments of `rollout.worker_kwargs`.
 
     It is an async function, or a class with an async method `rollout`, which is made with the arguments.
     """
     where = f"rollout.worker={name}"
-    worker: Any = WORKERS.find(name, "rollout.worker")
+    worker: object = WORKERS.find(name, "rollout.worker")
     if inspect.isclass(worker):
         worker, kwargs = _make(worker, kwargs, where), {}
     function = getattr(worker, "rollout", worker)
@@ -69,7 +69,7 @@ def load_worker(name: str, kwargs: Mapping[str, Any]) -> RolloutWorker:
     return partial(function, **kwargs) if kwargs else function
 
 
-def _make(worker_class: type, kwargs: Mapping[str, Any], where: str) -> Any:
+def _make(worker_class: type, kwargs: Mapping[str, object], where: str) -> object:
     try:
         return worker_class(**kwargs)
     except Exception as error:  # whatever the user's class raises

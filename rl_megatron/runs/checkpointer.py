@@ -62,7 +62,7 @@ class Checkpointer:
         self._under_way: list[Save] = []
         self.exporter = Exporter(checkpoints, self._ranks, train.export_hf)
 
-    def save(self, step: int, last: bool, **kept: Any) -> bool:
+    def save(self, step: int, last: bool, **kept: object) -> bool:
         """Begin the checkpoint of `step`, after completing the one before.
 
         The stage's last checkpoint is complete on return; if it fails, SaveFailed is raised on every rank. If another

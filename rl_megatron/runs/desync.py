@@ -190,7 +190,7 @@ def _gather(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
     return gather_from_ranks(torch.tensor(list(numbers), dtype=torch.int64, device=device), dist.group.WORLD).tolist()
 
 
-def _share_from(value: Any, senders: Sequence[int], ranks: Ranks) -> list[Any]:
+def _share_from(value: object, senders: Sequence[int], ranks: Ranks) -> list[Any]:
     """Return the values of some ranks, in their order, on every rank. Collective."""
     everywhere = ranks.gather(value if ranks.rank in senders else None)
     return [everywhere[sender] for sender in senders]

@@ -225,7 +225,7 @@ def _diff(recorded: StageConfig, now: StageConfig) -> dict[str, str]:
     }
 
 
-def iterate_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iterate_leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every key path with its value; a list of mappings has the paths `key[0].name`, and no value of its own."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -237,7 +237,7 @@ def iterate_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
             yield f"{prefix}{key}", value
 
 
-def _resolve(path: Any) -> Any:
+def _resolve(path: object) -> Any:
     return os.path.realpath(path) if isinstance(path, str) else path
 
 

@@ -163,7 +163,7 @@ def _run_locked(
     watch.begin_writing()
     metrics_logger = ranks.all_or_none(lambda: open_metrics(config, layout, attempts))
     stages = StageRunner(config, layout, tokenizer, metrics_logger, run_yaml, stopping, watch.position)
-    results: dict[str, Any] = {}
+    results: dict[str, object] = {}
     has_trained = False
     last: dict[str | None, Path | None] = {None: Path(config.init_from) if config.init_from else None}
     newest = None  # checkpoint of this run
@@ -230,7 +230,7 @@ def _prepare(action: Callable[[], object], output_dir: Path, ranks: Ranks) -> No
         raise ConfigError(failure)
 
 
-def _summarise(results: dict[str, Any], layout: Topology, seconds: float) -> dict[str, Any]:
+def _summarise(results: dict[str, Any], layout: Topology, seconds: float) -> dict[str, object]:
     eval_metrics = {name: result["measures"] for name, result in results.items()}
     return {
         "accuracy": {name: m["accuracy"] for name, m in eval_metrics.items() if "accuracy" in m},

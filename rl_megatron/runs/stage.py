@@ -175,7 +175,7 @@ class Stage(Loop):
     def train(
         self,
         step: int,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, object],
         loss_fn: LossFunction,
         model: MegatronPolicy | None = None,
         teacher: Teacher | None = None,

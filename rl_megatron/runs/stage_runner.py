@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rl_megatron.algorithms.registry import get_algorithm
 from rl_megatron.batching.config import Batching
@@ -61,7 +60,7 @@ class StageRunner:
 
     def run(
         self, name: str, directory: Path, weights: Path | None, weights_from: str, roll_back: RollBack
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Run a stage and return its results.
 
         Args:

@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -47,7 +46,7 @@ def find_changed_files(recorded: Mapping[str, str], now: Mapping[str, str]) -> l
     return [path for path, digest in recorded.items() if now.get(path, digest) != digest]
 
 
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield (key, text) of every string in nested mappings and lists; items of a list have the list's key."""
     if isinstance(value, str):
         yield key, value

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.utils._device
@@ -77,7 +76,7 @@ def redirect_cuda_to_cpu() -> None:
     use_torch_optimizers()
 
 
-def _names_cuda(device: Any) -> bool:
+def _names_cuda(device: object) -> bool:
     return (isinstance(device, str) and device.startswith("cuda")) or (
         isinstance(device, torch.device) and device.type == "cuda"
     )

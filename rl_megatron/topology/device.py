@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from rl_megatron.topology.cuda_on_cpu import is_redirected, redirect_cuda_to_cpu
 from rl_megatron.topology.job_store import TIMEOUT_MINUTES, is_on_one_node, open_job_store
 from rl_megatron.topology.torch_optimizers import use_torch_optimizers
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
 LOOPBACK = "127.0.0.1"
 
 
@@ -24,7 +27,7 @@ def start_device(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -
     return join(name, timeout_minutes)[0]
 
 
-def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[torch.device, Any]:
+def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[torch.device, Store | None]:
     """Choose this rank's device, prepare megatron-core for it, and join the process group.
 
     The rank and the world size come from torchrun's environment variables; without them the world is one process. A
@@ -105,7 +108,7 @@ def share_gloo_device() -> None:
         devices = [gloo.create_default_device()]
 
     class OneDevice(ProcessGroupGloo):
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta):
             options = gloo._Options()
             options._timeout, options._devices = timeout, devices
             super().__init__(store, rank, size, options)

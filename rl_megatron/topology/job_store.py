@@ -12,10 +12,13 @@ import time
 import uuid
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_megatron.config.addresses import is_loopback
 from rl_megatron.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 JOB = "RL_MEGATRON_JOB"  # environment variable: the name of this process's job among the jobs of a sweep
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # environment variable: whether torchrun's agent holds the store
@@ -23,7 +26,7 @@ TIMEOUT_MINUTES = 10.0  # how long a rank waits for its peers by default
 _POLL_SECONDS = 0.02
 
 
-def open_job_store(timeout: timedelta) -> tuple[Any, int, int]:
+def open_job_store(timeout: timedelta) -> tuple[Store, int, int]:
     """Return the store of this process's job and attempt, this rank, and the world size. Collective."""
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
@@ -44,7 +47,7 @@ def is_on_one_node() -> bool:
     return is_only_node or is_loopback(os.environ.get("MASTER_ADDR", ""))
 
 
-def _serve_on_loopback(timeout: timedelta) -> Any:
+def _serve_on_loopback(timeout: timedelta) -> Store | None:
     """Serve the store on rank 0 at MASTER_ADDR and return it, if that is a loopback address; otherwise return None.
 
     torch would listen on all interfaces, but it reuses a store that this process already serves at the same port. If
@@ -70,7 +73,7 @@ def launcher_has_store() -> bool:
     return os.environ.get(_AGENT_STORE) == "True"
 
 
-def open_attempt_store(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+def open_attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a part of the store that no earlier attempt has written to. Every rank of the attempt calls it.
 
     The number of the attempt cannot be its name, because agents of different nodes count restarts differently. So rank
@@ -90,7 +93,7 @@ def open_attempt_store(store: Any, rank: int, world_size: int, timeout: timedelt
     return dist.PrefixStore(f"attempt/{name}", store)  # pyright: ignore[reportPrivateImportUsage]  # documented
 
 
-def _send_name(store: Any, name: str, world_size: int, timeout: timedelta) -> str:
+def _send_name(store: Store, name: str, world_size: int, timeout: timedelta) -> str:
     """Send the name to every rank that asks until all ranks have it, and return the name."""
     import torch.distributed as dist
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from rl_megatron.topology.degrees import sequence_multiple, validate
 from rl_megatron.topology.device import join
 from rl_megatron.topology.job_store import TIMEOUT_MINUTES, is_on_one_node
 from rl_megatron.topology.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Topology:
     first_stage_layers: int | None
     last_stage_layers: int | None
     groups: ProcessGroupCollection = field(repr=False)
-    store: Any = field(default=None, repr=False, compare=False)
+    store: Store | None = field(default=None, repr=False, compare=False)
     megatron_state: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -154,7 +157,7 @@ def build(
     device: torch.device,
     seed: int,
     timeout_minutes: float = TIMEOUT_MINUTES,
-    store: Any = None,
+    store: Store | None = None,
 ) -> Topology:
     """Check the degrees, initialise megatron-core's process groups, seed its generators, and return the topology.
 
@@ -247,11 +250,11 @@ def use_in_megatron(topology: Topology) -> Iterator[None]:
         _set_megatron_state(state)
 
 
-def _read_megatron_state() -> dict[str, Any]:
+def _read_megatron_state() -> dict[str, object]:
     """Return the variables of megatron-core's `parallel_state`, by name."""
     return {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
 
 
-def _set_megatron_state(state: Mapping[str, Any]) -> None:
+def _set_megatron_state(state: Mapping[str, object]) -> None:
     for name, value in state.items():
         setattr(parallel_state, name, value)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def torch_optimizers() -> list[tuple[Any, str, Any]]:
+def torch_optimizers() -> list[tuple[object, str, object]]:
     """Return the replacements (owner, name, value) with which megatron-core uses torch's Adam and its own norms.
 
     Its loops over weights become single calls for all weights, which need few kernels on a GPU.
@@ -19,7 +18,7 @@ def torch_optimizers() -> list[tuple[Any, str, Any]]:
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads, distrib_optimizer
 
-    replaced: list[tuple[Any, str, Any]] = [
+    replaced: list[tuple[object, str, object]] = [
         (optimizers, "USING_PYTORCH_OPTIMIZER", True),
         (optimizers, "Adam", torch.optim.AdamW),
         (distrib_optimizer, "Adam", torch.optim.AdamW),

@@ -72,7 +72,7 @@ def _views(buffer: Tensor, like: Sequence[Tensor], starts: Sequence[int]) -> lis
     ]
 
 
-def _map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(tree: object, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, MutableMapping):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ def build_runner(model: ShardedModel, fused_head: FusedHead | None) -> Runner:
     )
 
 
-def build_whole_batch(model: ShardedModel, data: Mapping[str, Any]) -> Batch:
+def build_whole_batch(model: ShardedModel, data: Mapping[str, object]) -> Batch:
     """Return a user's dictionary, which every rank has, as a batch on the host, where microbatches are formed.
 
     The caller's dictionary is unchanged. Tokens and temperatures are checked here on every rank, because only the first

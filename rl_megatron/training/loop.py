@@ -86,7 +86,7 @@ class Loop(ABC):
     def train(
         self,
         step: int,
-        batch: Mapping[str, Any],
+        batch: Mapping[str, object],
         loss_fn: LossFunction,
         model: MegatronPolicy | None = None,
         teacher: Teacher | None = None,

@@ -211,7 +211,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     def train(
         self,
-        data: Mapping[str, Any],
+        data: Mapping[str, object],
         loss_fn: LossFunction,
         eval_mode: bool = False,
         gbs: int | None = None,
@@ -279,7 +279,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return self._trainer
 
     def accumulate_gradients(
-        self, data: Mapping[str, Any], loss_fn: LossFunction, mbs: int | None = None, teacher: Teacher | None = None
+        self, data: Mapping[str, object], loss_fn: LossFunction, mbs: int | None = None, teacher: Teacher | None = None
     ) -> dict[str, float]:
         """Return the loss's metrics on one global batch, and store its gradient in the parameters' `main_grad`."""
         loss = as_loss(loss_fn)
@@ -289,18 +289,18 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.finish_training()
         return metrics
 
-    def plan(self, data: Mapping[str, Any], loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
+    def plan(self, data: Mapping[str, object], loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
         """Return the plan of this rank's microbatches of one global batch."""
         return self._plan_step(data, as_loss(loss_fn), mbs).plan
 
     def _plan_step(
-        self, data: Mapping[str, Any], loss: Loss, mbs: int | None, teacher: Teacher | None = None
+        self, data: Mapping[str, object], loss: Loss, mbs: int | None, teacher: Teacher | None = None
     ) -> OptimizerStep:
         batch = self.as_batch(data)
         (step,) = self._planner.plan_steps(batch, loss, self._batching(mbs), batch.size or 1, teacher=teacher)
         return step
 
-    def as_batch(self, data: Mapping[str, Any], keys: Sequence[str] = ()) -> Batch:
+    def as_batch(self, data: Mapping[str, object], keys: Sequence[str] = ()) -> Batch:
         """Return a user's dictionary as a `Batch` with only `keys`, or with all keys by default.
 
         A `Batch` is returned unchanged. The errors are those of `build_whole_batch`.
@@ -440,11 +440,11 @@ class MegatronPolicy(ColocatablePolicyInterface):
 
     # --- checkpoints ---
 
-    def save_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: Any) -> Path:
+    def save_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: object) -> Path:
         """Write the checkpoint `directory/step-<step>` and return its path; see `checkpoint.save.begin_checkpoint`."""
         return self.begin_checkpoint(directory, step, config=config, **extra).finish()
 
-    def begin_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: Any) -> Save:
+    def begin_checkpoint(self, directory: str | Path, step: int, *, config: str | None = None, **extra: object) -> Save:
         """Start to write a checkpoint while training continues. Call `finish` on the result to complete it."""
         state, entries = self._state(), describe_model_adapters(self.model)
         return begin_checkpoint(Path(directory), step, state, config=config, **entries, **extra)

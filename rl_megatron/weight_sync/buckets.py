@@ -131,7 +131,7 @@ class RefitPlan:
         """Return the size of all weights in bytes, without fingerprints."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the plan for a JSON file."""
         buckets = [[[spec.name, list(spec.shape), spec.dtype] for spec in bucket.tensors] for bucket in self.buckets]
         return {"hf_config": self.hf_config, "vocab_size": self.vocab_size, "buckets": buckets}

@@ -73,7 +73,7 @@ class WeightHandle:
     cuda: tuple[Any, ...] | None = None
     device_uuid: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the handle for a JSON body, in which a process gets it over HTTP."""
         fields = {"bucket_index": self.bucket_index, "num_words": self.num_words, "path": self.path}
         cuda = None if self.cuda is None else [_to_json(argument) for argument in self.cuda]
@@ -86,7 +86,7 @@ class WeightHandle:
 
 
 # The arguments of rebuild_cuda_tensor are numbers, bytes, sizes, and these objects, since a buffer has one dtype.
-_OBJECTS: dict[str, Any] = {
+_OBJECTS: dict[str, type | torch.dtype] = {
     "Tensor": Tensor,
     "UntypedStorage": torch.UntypedStorage,
     "TypedStorage": torch.storage.TypedStorage,
@@ -94,7 +94,7 @@ _OBJECTS: dict[str, Any] = {
 }
 
 
-def _to_json(argument: Any) -> Any:
+def _to_json(argument: object) -> object:
     if isinstance(argument, bytes):
         return {"bytes": argument.hex()}
     if isinstance(argument, tuple):  # a size or strides
@@ -105,7 +105,7 @@ def _to_json(argument: Any) -> Any:
     return argument
 
 
-def _from_json(argument: Any) -> Any:
+def _from_json(argument: object) -> object:
     if not isinstance(argument, dict):
         return argument
     ((kind, value),) = argument.items()
@@ -187,7 +187,7 @@ def _open_on_cpu(handle: WeightHandle) -> Tensor:
         os.close(file)
 
 
-def _open_on_gpu(handle: WeightHandle, cuda: tuple[Any, ...]) -> Tensor:
+def _open_on_gpu(handle: WeightHandle, cuda: tuple[object, ...]) -> Tensor:
     """Return the memory on the sender's GPU, by its uuid, because CUDA_VISIBLE_DEVICES may differ between processes."""
     here = [
         i for i in range(torch.cuda.device_count()) if get_device_key(torch.device("cuda", i)) == handle.device_uuid

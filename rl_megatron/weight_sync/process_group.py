@@ -166,7 +166,7 @@ def _set_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Work:
-    def __init__(self, group: StandaloneGroup, work: Any):
+    def __init__(self, group: StandaloneGroup, work: dist.Work):
         self._group, self._work = group, work
         self._deadline = time.monotonic() + group._timeout_seconds
 

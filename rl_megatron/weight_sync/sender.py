@@ -243,7 +243,7 @@ class PendingGroup:
         world_size: int,
         device: torch.device,
         timeout_seconds: float,
-        **options: Any,
+        **options: object,
     ):
         self._group: StandaloneGroup | None = None
         self._error: Exception | None = None

@@ -47,7 +47,7 @@ def register() -> None:
     setattr(WorkerBase, REPORT, lambda worker: report_state(worker.weight_transfer_engine))
 
 
-def report_state(engine: Any) -> dict[str, Any]:
+def report_state(engine: object) -> dict[str, object]:
     """Return the report of a worker's weight-transfer engine, or what is wrong if it is not this backend."""
     if isinstance(engine, VllmReceiver):
         return engine.report()

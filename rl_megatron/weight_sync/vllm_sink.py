@@ -124,7 +124,7 @@ class LayerwiseSink:
                 yield name, module
 
     def _close(self, why_not: str) -> None:
-        def refuse(*_: Any, **__: Any) -> Tensor:
+        def refuse(*_: object, **__: object) -> Tensor:
             raise RuntimeError(why_not)
 
         self._model.__dict__["compute_logits"] = refuse  # hides the method of the class

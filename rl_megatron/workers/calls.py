@@ -7,7 +7,7 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,7 +85,7 @@ class TimedCall(Coroutine[Any, Any, Any]):
         """Return how long the call has taken, without the time in which other calls held the loop."""
         return time.monotonic() - self._start - (self._busy.seconds - self._busy_of_others)
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: object) -> Any:
         """Run the coroutine until it waits."""
         return self._run(lambda: self._coroutine.send(value))
 
@@ -99,7 +99,7 @@ class TimedCall(Coroutine[Any, Any, Any]):
     def __await__(self) -> Generator[Any, Any, Any]:
         return self._coroutine.__await__()
 
-    def _run(self, step: Any) -> Any:
+    def _run(self, step: Callable[[], Any]) -> object:
         began = time.monotonic()
         if not self.has_begun.is_set():
             self.has_begun.set()

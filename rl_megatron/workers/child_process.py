@@ -118,7 +118,7 @@ class ChildProcess:
         """Return whether a part of a message is not sent yet."""
         return bool(self._outgoing)
 
-    def send(self, *message: Any) -> None:
+    def send(self, *message: object) -> None:
         """Send a message, or as much of it as the process takes now; `flush` sends the rest."""
         self._outgoing += add_length(self._dumps(message))
         self.flush()
@@ -182,7 +182,7 @@ class ChildProcess:
         self.socket.close()
         return status
 
-    def _wait(self, seconds: float) -> Any:
+    def _wait(self, seconds: float) -> object:
         """Return how the process has ended, or None if it has not after this time. It stays a zombie."""
         until = time.monotonic() + seconds
         while True:

@@ -15,7 +15,7 @@ class BadAnswer(ValueError):
     """The error for a result of users' code that cannot be used. The message completes "the method …"."""
 
 
-def to_plain(value: Any, where: str = "the result") -> Any:
+def to_plain(value: object, where: str = "the result") -> object:
     """Convert a value to None, bool, int, float, str, bytes, and lists, tuples, sets and dicts of them.
 
     Arrays and tensors become lists, and instances of dataclasses become dicts of their fields.
@@ -47,12 +47,12 @@ def to_plain(value: Any, where: str = "the result") -> Any:
     )
 
 
-def dump_plain(message: tuple[Any, ...]) -> bytes:
+def dump_plain(message: tuple[object, ...]) -> bytes:
     """Encode a message of plain data for `load_plain`."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def load_plain(payload: bytes) -> Any:
+def load_plain(payload: bytes) -> object:
     """Return the plain data of `dump_plain`.
 
     Raises:

@@ -114,7 +114,7 @@ def _moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (squares / (count - 1).clamp(min=1)).sqrt()
 
 
-def get_gdpo_reward_component_keys(batch: Iterable[Any]) -> list[str]:
+def get_gdpo_reward_component_keys(batch: Iterable[object]) -> list[str]:
     """Return the sorted keys of the reward components: `reward/name`, or else `reward1`, `reward2` and so on."""
     keys = [key for key in batch if isinstance(key, str)]
     named = sorted(key for key in keys if key.startswith("reward/"))
@@ -124,7 +124,7 @@ def get_gdpo_reward_component_keys(batch: Iterable[Any]) -> list[str]:
 class _GroupComparison:
     """A comparison of each reward with the rewards of the same prompt."""
 
-    def __init__(self, estimator_config: Any, loss_config: Any = None) -> None:
+    def __init__(self, estimator_config: object, loss_config: object = None) -> None:
         cfg = parse_settings(AdvEstimatorConfig, estimator_config)
         self.use_leave_one_out_baseline, self.normalize_rewards = cfg.use_leave_one_out_baseline, cfg.normalize_rewards
 
@@ -144,7 +144,7 @@ class GRPOAdvantageEstimator(_GroupComparison):
     """GRPO: the reward relative to the rewards of the same prompt, at every token."""
 
     def compute_advantage(
-        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None, **_: Any
+        self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, valid_mask: Tensor | None = None, **_: object
     ) -> Tensor:
         """Return the advantages, [B, S]."""
         return self.compare(prompt_ids, rewards, valid_mask)[:, None].expand(mask.shape)
@@ -153,7 +153,7 @@ class GRPOAdvantageEstimator(_GroupComparison):
 class GDPOAdvantageEstimator(_GroupComparison):
     """GDPO: the weighted sum of GRPO's comparison for each reward component, normalised over the batch."""
 
-    def __init__(self, estimator_config: Any, loss_config: Any = None) -> None:
+    def __init__(self, estimator_config: object, loss_config: object = None) -> None:
         super().__init__(estimator_config, loss_config)
         self.reward_weights = parse_settings(AdvEstimatorConfig, estimator_config).reward_weights
 
@@ -164,7 +164,7 @@ class GDPOAdvantageEstimator(_GroupComparison):
         mask: Tensor,
         repeated_batch: Mapping[str, Any],
         valid_mask: Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         """Return the advantages, [B, S], from the components in `repeated_batch`; `rewards` is not read."""
         keys = get_gdpo_reward_component_keys(repeated_batch)
@@ -188,7 +188,7 @@ class GDPOAdvantageEstimator(_GroupComparison):
 class _RewardWithKL:
     """The settings of a KL penalty in the reward, which come from the settings of the loss."""
 
-    def __init__(self, loss_config: Any) -> None:
+    def __init__(self, loss_config: object) -> None:
         cfg = parse_settings(ClippedPGLossConfig, loss_config)
         self.use_kl_in_reward, self.kl_type = cfg.use_kl_in_reward, cfg.reference_policy_kl_type
         self.kl_coef = cfg.reference_policy_kl_penalty
@@ -205,7 +205,7 @@ class _RewardWithKL:
 class ReinforcePlusPlusAdvantageEstimator(_RewardWithKL):
     """REINFORCE++: the reward less its prompt's mean and the token's KL penalty, normalised over the batch's tokens."""
 
-    def __init__(self, estimator_config: Any, loss_config: Any = None) -> None:
+    def __init__(self, estimator_config: object, loss_config: object = None) -> None:
         super().__init__(loss_config)
         self.minus_baseline = parse_settings(AdvEstimatorConfig, estimator_config).minus_baseline
 
@@ -217,7 +217,7 @@ class ReinforcePlusPlusAdvantageEstimator(_RewardWithKL):
         logprobs_policy: Tensor | None = None,
         logprobs_reference: Tensor | None = None,
         valid_mask: Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         """Return the advantages, [B, S]."""
         if self.minus_baseline:
@@ -231,10 +231,10 @@ class ReinforcePlusPlusAdvantageEstimator(_RewardWithKL):
 class RawRewardAdvantageEstimator:
     """The reward itself at every token, normalised over the batch's tokens unless `normalize_advantages` is false."""
 
-    def __init__(self, estimator_config: Any, loss_config: Any = None) -> None:
+    def __init__(self, estimator_config: object, loss_config: object = None) -> None:
         self.normalize_advantages = parse_settings(GAEConfig, estimator_config).normalize_advantages
 
-    def compute_advantage(self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **_: Any) -> tuple[Tensor, None]:
+    def compute_advantage(self, prompt_ids: Tensor, rewards: Tensor, mask: Tensor, **_: object) -> tuple[Tensor, None]:
         """Return (advantages [B, S], None), because there are no returns without a critic."""
         advantages = rewards.float()[:, None].expand(mask.shape)
         return (whiten(advantages, mask) if self.normalize_advantages else advantages), None
@@ -243,7 +243,7 @@ class RawRewardAdvantageEstimator:
 class GeneralizedAdvantageEstimator(_RewardWithKL):
     """GAE with the reward at the last token that counts, and VAPO's separate λ for returns and for advantages."""
 
-    def __init__(self, estimator_config: Any, loss_config: Any = None) -> None:
+    def __init__(self, estimator_config: object, loss_config: object = None) -> None:
         super().__init__(loss_config)
         cfg = parse_settings(GAEConfig, estimator_config)
         self.gae_lambda, self.gae_gamma = cfg.gae_lambda, cfg.gae_gamma
@@ -259,7 +259,7 @@ class GeneralizedAdvantageEstimator(_RewardWithKL):
         *,
         logprobs_policy: Tensor | None = None,
         logprobs_reference: Tensor | None = None,
-        **_: Any,
+        **_: object,
     ) -> tuple[Tensor, Tensor]:
         """Return (advantages, returns), [B, S] each."""
         scored = token_rewards(rewards, mask, self.estimate_kl(logprobs_policy, logprobs_reference), self.kl_coef)

@@ -64,7 +64,7 @@ class _PenaltyInLoss(Setting):
 class _TokenLevel(Setting):
     """The setting for what the loss averages over. Assigning it also sets `loss_type`."""
 
-    def __set__(self, loss: Any, value: Any) -> None:
+    def __set__(self, loss: Any, value: object) -> None:
         super().__set__(loss, value)
         loss.loss_type = losses.LossType.TOKEN_LEVEL if value else losses.LossType.SEQUENCE_LEVEL
 
@@ -75,7 +75,7 @@ class ClippedPGLossFn(NeedsRank, losses.ClippedPGLossFn):
 
     infinite_is_outside = False
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         super().__init__(parse_settings(ClippedPGLossConfig, cfg))
 
     @cached_property
@@ -112,7 +112,7 @@ class NLLLoss(NeedsRank, losses.NLLLoss):
 class DPOLossFn(NeedsRank, losses.DPOLossFn):
     """`rl_megatron.losses.DPOLossFn`, which also accepts a recipe's whole `dpo` section as its settings."""
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         if isinstance(cfg, Mapping):
             cfg = {key: cfg[key] for key in cfg if key not in _DPO_TRAINER_KEYS}
         super().__init__(parse_settings(DPOLossConfig, cfg))
@@ -161,7 +161,7 @@ class DistillationLossFn(NeedsRank, losses.DistillationLossFn):
 
     log_infinitesimal = LOG_INFINITESIMAL
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         super().__init__(parse_settings(DistillationLossConfig, cfg))
 
     def _teacher(self, data: Mapping[str, Any], input_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,7 +177,7 @@ class MseValueLossFn(losses.MSEValueLoss):
     NeMo RL's workers shift the value head's output before they call the loss: entry t is the value before token t.
     """
 
-    def __init__(self, cfg: Any = None) -> None:
+    def __init__(self, cfg: object = None) -> None:
         super().__init__(parse_settings(MseValueLossConfig, cfg))
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:

@@ -54,7 +54,7 @@ class RewardShapingConfig:
         check_types(self)
 
 
-def scale_rewards(repeated_batch: Batch, reward_scaling_cfg: Any) -> Batch:
+def scale_rewards(repeated_batch: Batch, reward_scaling_cfg: object) -> Batch:
     """Scale `total_reward` and the reward components linearly to the target interval, and return the batch.
 
     Rewards outside the source interval are first clamped to it, with a warning.
@@ -72,7 +72,7 @@ def scale_rewards(repeated_batch: Batch, reward_scaling_cfg: Any) -> Batch:
     return repeated_batch
 
 
-def apply_reward_shaping(batch: Batch, cfg: Any) -> Batch:
+def apply_reward_shaping(batch: Batch, cfg: object) -> Batch:
     """Reduce `total_reward` of long or truncated responses, and return the batch.
 
     The penalty is `rl_megatron.rewards.functions.LengthPenalty`, which grows past `max_response_length`, as in NeMo RL.

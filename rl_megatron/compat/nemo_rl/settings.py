@@ -24,7 +24,7 @@ class Setting:
     def __get__(self, loss: Any, owner: type | None = None) -> Any:
         return self if loss is None else getattr(loss.cfg, self._name)
 
-    def __set__(self, loss: Any, value: Any) -> None:
+    def __set__(self, loss: Any, value: object) -> None:
         loss.cfg = replace(loss.cfg, **{self._name: value})
 
 

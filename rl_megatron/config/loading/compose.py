@@ -146,7 +146,7 @@ def _chooses_own_loss(overrides: list[str]) -> bool:
     return any(map(is_import_string, values))
 
 
-def _tree(overrides: list[str], config_name: str) -> Mapping[str, Any]:
+def _tree(overrides: list[str], config_name: str) -> Mapping[str, object]:
     """Return the composition of some overrides, or an empty one if Hydra refuses them."""
     try:
         return cast(dict[str, Any], OmegaConf.to_container(compose(config_name, overrides=overrides)))

@@ -118,7 +118,7 @@ def suggest_key(key: str, keys: Iterable[str]) -> str:
     return f"; known: {', '.join(path for path in keys if '.' not in path) or ', '.join(keys) or 'none'}"
 
 
-def tree_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def tree_paths(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
     """Yield every key path of nested mappings: "train", "train.steps", …."""
     for key, value in tree.items():
         yield f"{prefix}{key}"
@@ -142,7 +142,7 @@ def schema_paths(section: Any, prefix: str = "", elements: bool = False) -> Iter
                 yield from schema_paths(member, f"{path}[].", elements)
 
 
-def explain(error: Exception, overrides: list[str], tree: Mapping[str, Any]) -> str:
+def explain(error: Exception, overrides: list[str], tree: Mapping[str, object]) -> str:
     """Return a message about an override that Hydra refuses: its quoting, its unknown key, or Hydra's own words.
 
     `tree` is the configuration that the choices of presets and of the experiment alone give.
@@ -205,7 +205,7 @@ def _explain_several_values(override: str) -> str:
     )
 
 
-def _dataclass_members(hint: Any) -> Iterator[type]:
+def _dataclass_members(hint: object) -> Iterator[type]:
     if isinstance(hint, type) and is_dataclass(hint):
         yield hint
     elif get_origin(hint) in (Annotated, Union, UnionType):

@@ -170,7 +170,7 @@ def make_string_absolute(text: str, where: str, config_dir: str | os.PathLike[st
     return f"{find_file(source, where, config_dir)}:{name}" if source.endswith(".py") else text
 
 
-def make_absolute(tree: Mapping[str, Any], config_dir: str | os.PathLike[str] | None) -> None:
+def make_absolute(tree: Mapping[str, object], config_dir: str | os.PathLike[str] | None) -> None:
     """Make the import strings of a composed configuration, and of its stages, absolute in place."""
     stages = tree.get("stages")
     stages = stages if isinstance(stages, Mapping) else {}
@@ -178,7 +178,7 @@ def make_absolute(tree: Mapping[str, Any], config_dir: str | os.PathLike[str] | 
     for prefix, section in sections.items():
         for path in _KEYS:
             *above, key = path.split(".")
-            holder: Any = section
+            holder: object = section
             for part in above:
                 holder = holder.get(part) if isinstance(holder, dict) else None
             if isinstance(holder, dict) and is_import_string(holder.get(key)):

@@ -31,7 +31,7 @@ def load_config(
     overrides: list[str],
     config_dir: str | None = None,
     config_name: str = PRIMARY,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
     read_model: checkpoint_metadata.ReadModel | None = None,
 ) -> schema.RunConfig:
     """Return the run that `overrides` describe, after importing its plugins.
@@ -88,7 +88,7 @@ def _resolve_files(stage: schema.StageConfig, config_dir: str | None) -> schema.
     return replace(stage, reward=reward, eval=eval_sets)
 
 
-def merge_settings(tree: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def merge_settings(tree: Mapping[str, object], settings: Mapping[str, object]) -> dict[str, Any]:
     """Return `tree` with the values of `settings`; mappings are merged, and everything else is replaced."""
     result = dict(tree)
     for key, value in settings.items():

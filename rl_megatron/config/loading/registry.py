@@ -14,7 +14,7 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.loading.import_strings import import_user_code, is_import_string, load_object, refuse_another
@@ -132,7 +132,7 @@ def import_plugin(name: str) -> ModuleType:
     return import_user_code("plugins", name, lambda: importlib.import_module(name), remedy)
 
 
-def parse_plugins(value: Any, where: str = "plugins") -> tuple[str, ...]:
+def parse_plugins(value: object, where: str = "plugins") -> tuple[str, ...]:
     """Return the module paths that a configuration's key `plugins` lists; null is an empty list."""
     if value is None:
         return ()

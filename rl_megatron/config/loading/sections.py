@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -18,10 +18,11 @@ _CHOOSING_KEYS = {
     "algorithm": ("name", ALGORITHM_CONFIGS),
     "data": ("source", SOURCE_CONFIGS),
 }
+SectionT = TypeVar("SectionT")
 _MOST = 8  # mistakes that one message names
 
 
-def find_chosen_class(section: str, values: Any) -> type | None:
+def find_chosen_class(section: str, values: object) -> type | None:
     """Return the registered dataclass that a section's name chooses, or None if the section has no such name."""
     if section not in _CHOOSING_KEYS or not isinstance(values, Mapping):
         return None
@@ -30,7 +31,7 @@ def find_chosen_class(section: str, values: Any) -> type | None:
     return registry[name] if isinstance(name, str) and name in registry else None
 
 
-def build_section(section: type, values: Mapping[str, Any], where: str) -> Any:
+def build_section(section: type[SectionT], values: Mapping[str, object], where: str) -> SectionT:
     """Return an instance of the dataclass `section`, built from plain mappings and lists.
 
     `where` is the beginning of the key path, such as "stages.sft.". A message names all wrong keys.
@@ -43,7 +44,7 @@ def build_section(section: type, values: Mapping[str, Any], where: str) -> Any:
         raise ConfigError("; ".join(described) + (f"; and {more} more mistakes" if more else "")) from error
 
 
-def refuse_unknown(tree: Mapping[str, Any], choices: Iterable[str], where: str) -> None:
+def refuse_unknown(tree: Mapping[str, object], choices: Iterable[str], where: str) -> None:
     """Refuse keys of a mapping that are not among `choices`; the message names the nearest choice."""
     choices = set(choices)
     for key in tree:
@@ -51,14 +52,14 @@ def refuse_unknown(tree: Mapping[str, Any], choices: Iterable[str], where: str) 
             raise ConfigError(f"unknown key {f'{where}{key}'!r}{suggest_key(str(key), choices)}")
 
 
-def refuse_missing(tree: Mapping[str, Any], needed: Iterable[str]) -> None:
+def refuse_missing(tree: Mapping[str, object], needed: Iterable[str]) -> None:
     """Refuse a configuration without one of the `needed` keys."""
     missing = sorted(set(needed) - tree.keys())
     if missing:
         raise ConfigError(f"the configuration has no {missing[0]!r}: an override or an experiment deleted it; keep it")
 
 
-def check_mapping(value: Any, where: str) -> Mapping[str, Any]:
+def check_mapping(value: object, where: str) -> Mapping[str, object]:
     """Return `value`, or an empty mapping for null; refuse other values of the key `where`."""
     if value is not None and not isinstance(value, Mapping):
         raise ConfigError(f"{where}={shorten_value(value)}: must be a mapping of keys to values")

@@ -30,7 +30,7 @@ def section(cls: type[Section]) -> type[Section]:
     return dataclass(frozen=True, config=_STRICT, kw_only=True)(cls)  # pyright: ignore[reportReturnType]  # it is cls
 
 
-def _no_switch(value: Any) -> Any:
+def _no_switch(value: object) -> object:
     """Return `value` unless it is a bool, which Python would accept as the number 0 or 1."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
@@ -63,7 +63,7 @@ def register_loss_settings(name: str) -> Callable[[SettingsClass], SettingsClass
     return add
 
 
-def parse_settings(cls: type[Settings], cfg: Any) -> Settings:
+def parse_settings(cls: type[Settings], cfg: object) -> Settings:
     """Return a `cls` with the values of `cfg`. Missing keys take their defaults, and so do all keys if `cfg` is None.
 
     Raises:
@@ -86,7 +86,7 @@ def parse_settings(cls: type[Settings], cfg: Any) -> Settings:
     return cls(**{key: cfg[key] for key in cfg})
 
 
-def check_types(settings: Any) -> None:
+def check_types(settings: DataclassInstance) -> None:
     """Check that every field declared bool holds a bool (TypeError), and that every number is finite (ValueError).
 
     `True` is not accepted as a number, because it is usually the value of another key.
@@ -103,7 +103,9 @@ def check_types(settings: Any) -> None:
                 raise ValueError(f"{setting} must be finite")
 
 
-def check_ranges(settings: Any, at_least_zero: Iterable[str] = (), above_zero: Iterable[str] = ()) -> None:
+def check_ranges(
+    settings: DataclassInstance, at_least_zero: Iterable[str] = (), above_zero: Iterable[str] = ()
+) -> None:
     """Check that numbers are not negative, or that they are positive; raise ValueError otherwise. None is accepted."""
     optional = {field.name for field in dataclasses.fields(settings) if "None" in str(field.type)}
     for key in at_least_zero:
@@ -121,7 +123,7 @@ ClassT = TypeVar("ClassT", bound=type)
 def choose_class(key: str, registry: Registry[Any]) -> BeforeValidator:
     """Return a validator that turns a mapping into the registered dataclass that its `key` names."""
 
-    def build(value: Any) -> Any:
+    def build(value: object) -> object:
         if not isinstance(value, Mapping):
             return value  # pydantic accepts an instance of the dataclass and refuses everything else
         if key not in value:
@@ -164,6 +166,6 @@ def _adapter(cls: type) -> TypeAdapter[Any]:
     return TypeAdapter(cls)
 
 
-def _error(key: str, reason: str, value: Any) -> ValidationError:
+def _error(key: str, reason: str, value: object) -> ValidationError:
     error = PydanticCustomError("unknown_name", "{reason}", {"reason": reason})
     return ValidationError.from_exception_data("section", [InitErrorDetails(type=error, loc=(key,), input=value)])

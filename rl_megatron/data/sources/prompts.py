@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rl_megatron.config.data_sources import PromptsConfig
 from rl_megatron.config.schema import StageConfig
@@ -15,6 +15,9 @@ from rl_megatron.data.sources.registry import register_source
 from rl_megatron.data.sources.source import HeldoutProblemSet, count_evaluated, require_heldout
 from rl_megatron.data.tasks.task import Demonstration, Problem
 from rl_megatron.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from rl_megatron.data.tokenizer import Tokenizer
 
 
 class PromptsTask:
@@ -76,7 +79,7 @@ class PromptsSource(RecordSource[PromptsConfig]):
         """Return all training problems."""
         return [self.build_problem(record) for record in self.parts()[0]]
 
-    def heldout(self, tokenizer: Any) -> HeldoutProblemSet:
+    def heldout(self, tokenizer: Tokenizer) -> HeldoutProblemSet:
         """Return the first held-out problems."""
         records = require_heldout(self.parts(), self.data)
         problems = [

@@ -19,7 +19,8 @@ from rl_megatron.data.tasks.file_task import FileTask
 from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Problem
 
-Check = Callable[[str, Mapping[str, Any]], bool]
+Options = Mapping[str, Any]  # an instruction's arguments, as the data set has them
+Check = Callable[[str, Options], bool]
 
 _RESPONSES = ("my answer is yes.", "my answer is no.", "my answer is maybe.")
 _SENTENCE_END = re.compile(r"[.!?…]+[\"')\]]*(?=\s|$)")
@@ -27,7 +28,7 @@ _ABBREVIATIONS = re.compile(r"\b(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|
 _WORD = re.compile(r"\w+(?:['’-]\w+)*")
 
 
-def follows(name: str, answer: str, options: Mapping[str, Any]) -> bool:
+def follows(name: str, answer: str, options: Options) -> bool:
     """Return whether an answer follows the instruction with this name."""
     return bool(answer.strip()) and INSTRUCTIONS[name](answer, options)
 
@@ -45,24 +46,24 @@ def _count_sentences(text: str) -> int:
     return len(_SENTENCE_END.findall(_ABBREVIATIONS.sub("", text)))
 
 
-def _has_keywords(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_keywords(answer: str, options: Options) -> bool:
     return all(_count_occurrences(answer, word) for word in options["keywords"])
 
 
-def _has_keyword_frequency(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_keyword_frequency(answer: str, options: Options) -> bool:
     return _satisfies(_count_occurrences(answer, options["keyword"]), options["frequency"], options["relation"])
 
 
-def _has_no_forbidden_words(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_no_forbidden_words(answer: str, options: Options) -> bool:
     return not any(_count_occurrences(answer, word) for word in options["forbidden_words"])
 
 
-def _has_letter_frequency(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_letter_frequency(answer: str, options: Options) -> bool:
     count = Counter(answer.lower())[options["letter"].lower()]
     return _satisfies(count, options["let_frequency"], options["let_relation"])
 
 
-def _is_in_language(answer: str, options: Mapping[str, Any]) -> bool:
+def _is_in_language(answer: str, options: Options) -> bool:
     from langdetect import DetectorFactory, LangDetectException, detect
 
     DetectorFactory.seed = 0  # it draws samples of the text
@@ -72,22 +73,22 @@ def _is_in_language(answer: str, options: Mapping[str, Any]) -> bool:
         return True
 
 
-def _has_number_of_sentences(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_number_of_sentences(answer: str, options: Options) -> bool:
     return _satisfies(_count_sentences(answer), options["num_sentences"], options["relation"])
 
 
-def _has_number_of_words(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_number_of_words(answer: str, options: Options) -> bool:
     return _satisfies(len(_WORD.findall(answer)), options["num_words"], options["relation"])
 
 
-def _has_number_of_paragraphs(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_number_of_paragraphs(answer: str, options: Options) -> bool:
     # Three asterisks divide paragraphs.
     parts = re.split(r"\s?\*\*\*\s?", answer)
     inner = parts[1:-1] if len(parts) > 1 else []
     return all(part.strip() for part in inner) and sum(map(bool, map(str.strip, parts))) == options["num_paragraphs"]
 
 
-def _has_first_word_of_paragraph(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_first_word_of_paragraph(answer: str, options: Options) -> bool:
     # An empty line divides paragraphs.
     paragraphs = [part.strip() for part in re.split(r"\n\s*\n", answer) if part.strip()]
     number = options["nth_paragraph"]
@@ -97,24 +98,24 @@ def _has_first_word_of_paragraph(answer: str, options: Mapping[str, Any]) -> boo
     return first.lower() == options["first_word"].lower()
 
 
-def _has_placeholders(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_placeholders(answer: str, options: Options) -> bool:
     return len(re.findall(r"\[.*?\]", answer)) >= options["num_placeholders"]
 
 
-def _has_postscript(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_postscript(answer: str, options: Options) -> bool:
     marker = re.escape(options["postscript_marker"].strip()).replace(r"\.", r"\.\s?")
     return re.search(rf"^\s*{marker}.*\S|\s{marker}.*\S", answer, re.IGNORECASE | re.MULTILINE) is not None
 
 
-def _has_bullets(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_bullets(answer: str, options: Options) -> bool:
     return len(re.findall(r"^\s*(?:\*[^*]|-\s).*$", answer, re.MULTILINE)) == options["num_bullets"]
 
 
-def _is_one_of_three_responses(answer: str, options: Mapping[str, Any]) -> bool:
+def _is_one_of_three_responses(answer: str, options: Options) -> bool:
     return any(response in answer.lower() for response in _RESPONSES)
 
 
-def _has_highlights(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_highlights(answer: str, options: Options) -> bool:
     # One or two asterisks on each side highlight a section.
     double = [text for text in re.findall(r"\*\*([^\n*]+)\*\*", answer) if text.strip()]
     without = re.sub(r"\*\*[^\n*]+\*\*", "", answer)
@@ -122,12 +123,12 @@ def _has_highlights(answer: str, options: Mapping[str, Any]) -> bool:
     return len(double) + len(single) >= options["num_highlights"]
 
 
-def _has_sections(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_sections(answer: str, options: Options) -> bool:
     marker = re.escape(options["section_spliter"].strip())
     return len(re.findall(rf"{marker}\s?\d+", answer)) >= options["num_sections"]
 
 
-def _is_json(answer: str, options: Mapping[str, Any]) -> bool:
+def _is_json(answer: str, options: Options) -> bool:
     text = re.sub(r"^```(?:json)?|```$", "", answer.strip(), flags=re.IGNORECASE)
     try:
         json.loads(text.strip())
@@ -136,11 +137,11 @@ def _is_json(answer: str, options: Mapping[str, Any]) -> bool:
     return True
 
 
-def _has_title(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_title(answer: str, options: Options) -> bool:
     return any(text.strip("<> ") for text in re.findall(r"<<[^\n]+>>", answer))
 
 
-def _has_two_responses(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_two_responses(answer: str, options: Options) -> bool:
     # Six asterisks divide the two, which differ.
     parts = [part.strip() for part in answer.split("******")]
     if any(not part for part in parts[1:-1]):
@@ -149,33 +150,33 @@ def _has_two_responses(answer: str, options: Mapping[str, Any]) -> bool:
     return len(responses) == 2 and responses[0] != responses[1]
 
 
-def _repeats_prompt(answer: str, options: Mapping[str, Any]) -> bool:
+def _repeats_prompt(answer: str, options: Options) -> bool:
     return answer.strip().lower().startswith(options["prompt_to_repeat"].strip().lower())
 
 
-def _ends_with(answer: str, options: Mapping[str, Any]) -> bool:
+def _ends_with(answer: str, options: Options) -> bool:
     return answer.strip().strip('"').lower().endswith(options["end_phrase"].strip().lower())
 
 
-def _is_in_quotation_marks(answer: str, options: Mapping[str, Any]) -> bool:
+def _is_in_quotation_marks(answer: str, options: Options) -> bool:
     text = answer.strip()
     return len(text) > 1 and text.startswith('"') and text.endswith('"')
 
 
-def _has_capital_words(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_capital_words(answer: str, options: Options) -> bool:
     words = [word for word in _WORD.findall(answer) if word.isupper()]
     return _satisfies(len(words), options["capital_frequency"], options["capital_relation"])
 
 
-def _is_all_capital(answer: str, options: Mapping[str, Any]) -> bool:
+def _is_all_capital(answer: str, options: Options) -> bool:
     return answer.isupper() and _is_in_language(answer.lower(), {"language": "en"})
 
 
-def _is_all_lowercase(answer: str, options: Mapping[str, Any]) -> bool:
+def _is_all_lowercase(answer: str, options: Options) -> bool:
     return answer.islower() and _is_in_language(answer, {"language": "en"})
 
 
-def _has_no_comma(answer: str, options: Mapping[str, Any]) -> bool:
+def _has_no_comma(answer: str, options: Options) -> bool:
     return "," not in answer
 
 

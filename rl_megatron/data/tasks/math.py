@@ -98,7 +98,7 @@ def read_answer(text: str, seconds: int) -> list[Any]:
         return []
 
 
-def read_reference(answer: str, seconds: int) -> list[Any]:
+def read_reference(answer: str, seconds: int) -> list[object]:
     r"""Return a reference answer, read within `\boxed{}` if it cannot be read as it is, such as `\frac{1}{2}`."""
     reference = read_answer(answer, seconds) or read_answer(rf"\boxed{{{answer}}}", seconds)
     if not reference:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
-from typing import Any
 
 from rl_megatron.data.records import Record
 from rl_megatron.data.tasks.file_task import FileTask
@@ -129,7 +128,7 @@ class GPQA(_Choices):
         return Record({**record.values, **values}, record.location)
 
 
-def _find_letter(answer: Any, choices: Sequence[str]) -> str | None:
+def _find_letter(answer: object, choices: Sequence[str]) -> str | None:
     """Return the letter of the choice that an answer names, or None."""
     letters = ascii_uppercase[: len(choices)]
     if isinstance(answer, int) and not isinstance(answer, bool):

@@ -39,7 +39,7 @@ def register_task(name: str) -> Callable[[TaskT], TaskT]:
     return add
 
 
-def build_task(name: str, **options: Any) -> Task:
+def build_task(name: str, **options: object) -> Task:
     """Return a registered task, or that of a class's import string, with the fields or parameters of the class.
 
     ValueError is raised if the task or an option is unknown, or a required option is missing.
@@ -59,7 +59,7 @@ def build_task(name: str, **options: Any) -> Task:
     return cast(Task, PlainTask(name, options, task))  # a protocol's class variable may be an attribute
 
 
-def _rebuild_task(name: str, options: Mapping[str, Any]) -> Task:
+def _rebuild_task(name: str, options: Mapping[str, object]) -> Task:
     """Return the task that `build_task` built in another process."""
     return build_task(name, **options)
 
@@ -133,7 +133,7 @@ class PlainTask:
         self.name, self._arguments, self._task = name, dict(options), task
         self._options = {method: _list_options(name, method, getattr(task, method)) for method in _PLAIN_METHODS[:2]}
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Return how another process builds the task."""
         return _rebuild_task, (self.name, self._arguments)
 
@@ -179,7 +179,7 @@ class PlainTask:
             raise ValueError(f"task {self.name!r}: {method} returned no problem")
         return problems
 
-    def _read_problem(self, method: str, number: int, item: Any) -> Problem:
+    def _read_problem(self, method: str, number: int, item: object) -> Problem:
         if isinstance(item, Problem):
             return item
         try:

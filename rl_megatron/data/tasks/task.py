@@ -71,7 +71,7 @@ class Demonstration(NamedTuple):
         )
 
 
-def _build_record(prompt: str, answer: str, fields: Mapping[str, Any], location: str) -> TaskRecord:
+def _build_record(prompt: str, answer: str, fields: Mapping[str, object], location: str) -> TaskRecord:
     return TaskRecord({"prompt": prompt, "answer": answer, **fields}, location, prompt, answer)
 
 

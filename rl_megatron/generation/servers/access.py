@@ -29,7 +29,9 @@ class TokenRequired:
         """Wrap an application. The variable must be set."""
         self._app, self._expected = app, make_headers(os.environ[TOKEN])["Authorization"].encode()
 
-    async def __call__(self, scope: _Message, receive: Any, send: Callable[[_Message], Awaitable[None]]) -> None:
+    async def __call__(
+        self, scope: _Message, receive: Callable[[], Awaitable[_Message]], send: Callable[[_Message], Awaitable[None]]
+    ) -> None:
         """Let a request through, or refuse it."""
         if scope["type"] not in ("http", "websocket") or scope["path"] in _OPEN or self._is_allowed(scope):
             await self._app(scope, receive, send)

@@ -108,11 +108,11 @@ class ServerDialect(Protocol):
         """
         ...
 
-    def http_request(self, request: Request, with_seed: bool) -> tuple[str, dict[str, Any]]:
+    def http_request(self, request: Request, with_seed: bool) -> tuple[str, dict[str, object]]:
         """Return the path and the JSON body of a request, which may be sent again if there is no answer."""
         ...
 
-    def parse_response(self, body: Any) -> RawAnswer:
+    def parse_response(self, body: object) -> RawAnswer:
         """Parse the answer to an `http_request`.
 
         Raises:

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 from rl_megatron import log
 from rl_megatron.config.addresses import is_loopback
@@ -196,7 +195,7 @@ class ServerPool:
         return [client.url for client, is_healthy in zip(self.clients, healthy, strict=True) if not is_healthy]
 
 
-async def _check_health_once(client: ServerClient) -> Any:
+async def _check_health_once(client: ServerClient) -> bool:
     try:
         return await client.is_healthy()
     finally:

@@ -113,9 +113,9 @@ class SglangDialect:
 
     # --- completions ---
 
-    def http_request(self, request: Request, with_seed: bool) -> tuple[str, dict[str, Any]]:
+    def http_request(self, request: Request, with_seed: bool) -> tuple[str, dict[str, object]]:
         sampling = request.sampling
-        parameters: dict[str, Any] = {
+        parameters: dict[str, object] = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_k": sampling.top_k or -1,

@@ -78,7 +78,7 @@ def _attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Return the output [B, S, N, D] of a layer, in the form in which transformers calls attention functions."""
     cache: CachedAttention = module.__dict__["slot_cache"]
@@ -86,7 +86,7 @@ def _attend(
     return cache.attend(layer, query, key, value, scaling, sliding_window, s_aux), None
 
 
-def compute_gated_delta(module: torch.nn.Module, hidden_states: Tensor, **_: Any) -> Tensor:
+def compute_gated_delta(module: torch.nn.Module, hidden_states: Tensor, **_: object) -> Tensor:
     """Return the output [B, S, H] of a gated delta net of Qwen3.5 in transformers, and cache its states.
 
     It replaces the module's `forward`, which would keep them in a cache of transformers.

@@ -253,7 +253,7 @@ class TransformersEngine:
     def _ask(
         self,
         method: str,
-        arguments: Sequence[tuple[Any, ...]],
+        arguments: Sequence[tuple[object, ...]],
         meanwhile: Callable[[], None] | None = None,
         to_all: bool = True,
     ) -> tuple[Any, ...]:
@@ -297,7 +297,7 @@ class TransformersEngine:
         The other ranks wait in a broadcast. An engine may need longer than a collective's timeout, so rank 0 broadcasts
         before that time that there is no answer yet, and all wait again.
         """
-        on_rank0: tuple[Any, ...] = ()
+        on_rank0: tuple[object, ...] = ()
 
         def collect() -> Answers | None:
             nonlocal on_rank0

@@ -75,7 +75,7 @@ class EngineProcess:
         limit = struct.pack("ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
-    def send(self, kind: str, method: str, arguments: tuple[Any, ...]) -> None:
+    def send(self, kind: str, method: str, arguments: tuple[object, ...]) -> None:
         """Send a "call" of a method of `TransformersWorker`, or a "request", one of `PendingRequests`.
 
         OSError is raised if the process has ended, or does not read.
@@ -172,7 +172,7 @@ class EngineWorkers:
         self._workers = [EngineProcess(index, timeout_seconds) for index in range(count)]
         self._received: queue.SimpleQueue[tuple[EngineProcess, str, Any]] = queue.SimpleQueue()
         self._waiting: dict[int, EngineProcess] = {}
-        self._values: dict[int, Any] = {}
+        self._values: dict[int, object] = {}
         self._answers = Answers()
         self._progress: dict[int, tuple[int, int]] = {}
         self.requests = EngineRequests(self._workers)
@@ -191,7 +191,7 @@ class EngineWorkers:
         self.requests.end(worker)
         self._received.put((worker, "ended", None))
 
-    def ask(self, method: str, *arguments: tuple[Any, ...]) -> None:
+    def ask(self, method: str, *arguments: tuple[object, ...]) -> None:
         """Call a method of the first engines, each with its arguments; `collect_answers` returns the outcome."""
         self._deadline = time.monotonic() + self._timeout_seconds
         self._asked = method, time.time_ns()

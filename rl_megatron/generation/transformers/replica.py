@@ -104,7 +104,7 @@ class RoutingRecorder:
             for handle in handles:
                 handle.remove()
 
-    def _keep(self, number: int, _: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def _keep(self, number: int, _: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
         self._chosen[number] = args[1]  # hidden states, experts, weights
 
     def read(self, num_sequences: int, columns: int) -> Tensor:

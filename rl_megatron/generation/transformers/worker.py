@@ -108,7 +108,7 @@ class TransformersWorker:
 def serve(connection: socket.socket, worker: TransformersWorker) -> None:
     """Answer the policy's calls, and decode single requests between them, until the connection ends."""
 
-    def send(kind: str, value: Any) -> None:
+    def send(kind: str, value: object) -> None:
         write_frame(connection, pickle.dumps((kind, value)))
 
     log.watch_progress(lambda *progress: send("progress", progress))

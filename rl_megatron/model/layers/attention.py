@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -32,6 +32,10 @@ from rl_megatron.model.layers.packed import LastBiases, PackedSequences, build_c
 from rl_megatron.model.layers.rope import compute_turns, rotate, split_and_rotate
 from rl_megatron.model.layers.sinks import attend_with_sinks
 from rl_megatron.topology.context_parallel import gather_and_reduce, zigzag_gather_and_reduce, zigzag_positions
+
+if TYPE_CHECKING:
+    from megatron.core.inference.contexts import BaseInferenceContext
+    from megatron.core.transformer.transformer_block import TransformerBlock
 
 BIASES = LastBiases()
 """The attention biases of the current microbatch, which all layers share. `Runner` clears them after a pass."""
@@ -75,8 +79,8 @@ class PortableRotaryEmbedding(RotaryEmbedding):
 
     def get_rotary_seq_len(
         self,
-        inference_context: Any,
-        transformer: Any,
+        inference_context: BaseInferenceContext,
+        transformer: TransformerBlock,
         transformer_input: Tensor,
         transformer_config: TransformerConfig,
         packed_seq_params: PackedSeqParams | None = None,
@@ -110,7 +114,7 @@ class PortableSelfAttention(SelfAttention):
         *,
         rotary_pos_emb: Tensor,
         packed_seq_params: PackedSeqParams | None = None,
-        **_: Any,  # megatron-core's inference, which is not used
+        **_: object,  # megatron-core's inference, which is not used
     ) -> tuple[Tensor, Tensor | None]:
         """Return the attention's output [S, B, H] and its bias, which is None.
 
@@ -210,7 +214,7 @@ class PortableAttention(torch.nn.Module):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the place of the sinks, which tensor parallelism splits, in the whole model."""
         if self.softmax_offset is None:
             return {}

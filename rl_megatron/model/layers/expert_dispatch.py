@@ -7,6 +7,7 @@ tokens on the ranks that split an expert's matrices.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 
 _permute: Any = moe_utils.permute
-_gather: Any = token_dispatcher.gather_from_sequence_parallel_region
-_reduce_scatter: Any = token_dispatcher.reduce_scatter_to_sequence_parallel_region
+_gather: Callable[..., Tensor] = token_dispatcher.gather_from_sequence_parallel_region
+_reduce_scatter: Callable[..., Tensor] = token_dispatcher.reduce_scatter_to_sequence_parallel_region
 
 
 def permute_without_waiting() -> None:
@@ -72,7 +73,7 @@ def gather_unequal_numbers() -> None:
 
 
 def gather(
-    input_: Tensor, *, group: dist.ProcessGroup, output_split_sizes: list[int] | None = None, **options: Any
+    input_: Tensor, *, group: dist.ProcessGroup, output_split_sizes: list[int] | None = None, **options: object
 ) -> Tensor:
     """Return the rows of all ranks of the group, one rank's after the other's. Backward adds up the ranks' gradients.
 
@@ -89,7 +90,7 @@ def gather(
 
 
 def reduce_scatter(
-    input_: Tensor, *, group: dist.ProcessGroup, input_split_sizes: list[int] | None = None, **options: Any
+    input_: Tensor, *, group: dist.ProcessGroup, input_split_sizes: list[int] | None = None, **options: object
 ) -> Tensor:
     """Return this rank's rows, each summed over the ranks of the group.
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.transformer.module import MegatronModule
@@ -16,7 +16,7 @@ from rl_megatron.model.layers.kernels import find_layer_kernels
 
 # Functions of the gate, by the value of model.activation. "swiglu_oai" is not one.
 ACTIVATIONS = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
-_GRADIENTS: dict[str, Any] = {
+_GRADIENTS: dict[str, Callable[..., Tensor]] = {
     "silu": torch.ops.aten.silu_backward.grad_input,
     "gelu_tanh": partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
 }

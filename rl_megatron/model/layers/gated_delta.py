@@ -75,7 +75,7 @@ class GatedDelta(MegatronModule):
         attention_mask: Tensor | None = None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
-        **_: Any,  # RoPE, which has no part in the delta rule, and megatron-core's inference
+        **_: object,  # RoPE, which has no part in the delta rule, and megatron-core's inference
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [S, B, H] and its bias, which is None. `attention_mask` is not used: the rule is causal."""
         mixed, _ = self.linear_in_proj(hidden_states)
@@ -114,7 +114,7 @@ class DeltaCore(torch.nn.Module):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Return the place of the parameters, which tensor parallelism splits by rows, in the whole model."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -107,7 +105,7 @@ class LatentAttention(MegatronModule):
         *,
         rotary_pos_emb: Tensor,
         packed_seq_params: PackedSeqParams | None = None,
-        **_: Any,
+        **_: object,
     ) -> tuple[Tensor, None]:
         """Return (the attention's output, None), both as megatron-core's self-attention does."""
         query = self._query(hidden_states, rotary_pos_emb)

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -125,7 +124,9 @@ class _AddAdapter:
     def __init__(self, adapter: LinearAdapter):
         self._adapter = adapter
 
-    def __call__(self, module: torch.nn.Module, args: tuple, output: Any) -> Any:
+    def __call__(
+        self, module: torch.nn.Module, args: tuple, output: Tensor | tuple[Tensor, Tensor | None]
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         if not self._adapter.is_on:
             return output
         if isinstance(output, tuple):  # megatron-core's linears return their bias as well

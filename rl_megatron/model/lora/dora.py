@@ -92,7 +92,7 @@ class DoraAdapter(LinearAdapter):
         # This call comes first: its hooks wait for weights that an overlapped step has left scattered.
         added, direction = self(dropped), output
         if dropped is not x:
-            through: Any = module.forward(dropped)
+            through: Tensor | tuple[Tensor, ...] = module.forward(dropped)
             direction = through[0] if isinstance(through, tuple) else through
         bias = getattr(module, "bias", None)
         if bias is not None and not getattr(module, "skip_bias_add", False):

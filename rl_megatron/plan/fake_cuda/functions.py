@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ class Functions(TorchFunctionMode):
     def __init__(self, sides: Sides):
         super().__init__()
         self._sides = sides
-        self._special: dict[Any, Callable] = {
+        self._special: dict[object, Callable] = {
             Tensor.device.__get__: self._device,  # pyright: ignore[reportAttributeAccessIssue]
             Tensor.is_cuda.__get__: self._is_cuda,  # pyright: ignore[reportAttributeAccessIssue]
             Tensor.is_cpu.__get__: self._is_cpu,  # pyright: ignore[reportAttributeAccessIssue]
@@ -41,7 +41,7 @@ class Functions(TorchFunctionMode):
             torch.nn.functional.rms_norm: _rms_norm,
         }
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> object:
         """Return what the function returns on a GPU, without its values."""
         special = self._special.get(func)
         if special is not None:
@@ -103,28 +103,30 @@ class Functions(TorchFunctionMode):
         self._sides.observer.on_launch(aten._to_copy.default, (tensor,), {}, moved)
         return moved
 
-    def _type(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _type(self, tensor: Tensor, *args: Any, **kwargs: Any) -> object:
         with torch._C.DisableTorchFunction():
             if args or kwargs:
                 return tensor.type(*args, **kwargs)
             return str(tensor.type()).replace("torch.meta.", "torch.cuda.")
 
-    def _tensor(self, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
+    def _tensor(self, data: object, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any) -> Tensor:
         kwargs.pop("pin_memory", None)
         with torch._C.DisableTorchFunction():
             tensor = torch.tensor(_read(data), dtype=dtype, **kwargs)
         return tensor if device is None else self._to(tensor, device)
 
-    def _as_tensor(self, data: Any, dtype: Any = None, device: Any = None) -> Tensor:
+    def _as_tensor(self, data: object, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
         if isinstance(data, Tensor):
             return self._to(data, device, dtype)
         return self._tensor(data, dtype=dtype, device=device)
 
-    def _new_tensor(self, like: Tensor, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
+    def _new_tensor(
+        self, like: Tensor, data: object, *, dtype: torch.dtype | None = None, device: Any = None, **kwargs: Any
+    ) -> Tensor:
         return self._tensor(data, dtype=dtype or like.dtype, device=device or self._sides.find_device(like), **kwargs)
 
 
-def _read(data: Any) -> Any:
+def _read(data: object) -> object:
     """Return nested lists with tensors read. C++ would read them without asking the operators' mode."""
     if isinstance(data, Tensor):
         return data.tolist()
@@ -162,7 +164,7 @@ def _attention(
         )
 
 
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """Return RMSNorm as torch computes it on a GPU, in one operator; a build without CUDA would use many."""
     if is_meta(x) and weight is not None:
         return _RmsNorm.apply(x, weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rl_megatron.plan.fake_cuda.sides import CPU, META, Sides, names_cuda
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 aten = torch.ops.aten
 _REAL_COPY_BYTES = 1 << 26  # larger tensors that are copied to the host are not allocated there either
@@ -30,7 +33,7 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self._sides = sides
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None) -> object:
         """Run one operator."""
         kwargs, observer = kwargs or {}, self._sides.observer
         if func.namespace == "c10d":
@@ -76,7 +79,7 @@ class Operators(TorchDispatchMode):
             observer.on_launch(func, args, kwargs, result)
             return result
 
-    def _report_host_memory(self, result: Any) -> None:
+    def _report_host_memory(self, result: object) -> None:
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._sides.observer.on_allocation(tensor.untyped_storage(), tensor, False, None)
@@ -90,7 +93,7 @@ class Operators(TorchDispatchMode):
         self._sides.put_on_host(result)
         return result
 
-    def _check_devices(self, func: Any, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
+    def _check_devices(self, func: OpOverload, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
         """Refuse tensors of both devices, as CUDA does, and report the transfers and reads within an operator."""
         observer = self._sides.observer
         real = [x for x in tensors if not x.is_meta or self._sides.is_on_host(x)]
@@ -114,7 +117,7 @@ class Operators(TorchDispatchMode):
                 f"{func.name()})"
             )
 
-    def _communicate(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def _communicate(self, func: OpOverload, args: tuple, kwargs: dict) -> object:
         """Return a collective's result. The outputs exist already, and there is no peer to write them."""
         from torch._C._distributed_c10d import FakeWork
 

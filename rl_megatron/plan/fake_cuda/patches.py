@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,14 @@ from torch.overrides import TorchFunctionMode
 from rl_megatron.plan.fake_cuda.sides import CUDA, Sides
 from rl_megatron.plan.fake_cuda.stand_ins import list_stand_ins
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
 _CAPABILITY = (9, 0)  # of a Hopper GPU
 _MISSING = object()
 
 
-def list_replacements(sides: Sides, functions: TorchFunctionMode) -> list[tuple[Any, str, Any]]:
+def list_replacements(sides: Sides, functions: TorchFunctionMode) -> list[tuple[object, str, object]]:
     """Return what is replaced: owner, name of the attribute, and its replacement."""
     return [
         *_list_cuda_replacements(sides),
@@ -38,7 +41,7 @@ def list_replacements(sides: Sides, functions: TorchFunctionMode) -> list[tuple[
 
 
 @contextmanager
-def patch_attribute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+def patch_attribute(owner: object, name: str, replacement: object) -> Iterator[None]:
     """Replace an attribute of a module or class within the context."""
     original = vars(owner).get(name, _MISSING)
     setattr(owner, name, replacement)
@@ -51,7 +54,7 @@ def patch_attribute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
             setattr(owner, name, original)
 
 
-def _list_cuda_replacements(sides: Sides) -> list[tuple[Any, str, Any]]:
+def _list_cuda_replacements(sides: Sides) -> list[tuple[object, str, object]]:
     """Return the functions of torch.cuda that ask the driver, with what they return without one."""
 
     class Inert:
@@ -89,7 +92,7 @@ def _list_cuda_replacements(sides: Sides) -> list[tuple[Any, str, Any]]:
         return lambda *args, **kwargs: None
 
     module = torch.cuda
-    answers: dict[str, Any] = {
+    answers: dict[str, object] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "_lazy_init": nothing(),
@@ -122,7 +125,7 @@ def _list_cuda_replacements(sides: Sides) -> list[tuple[Any, str, Any]]:
     return [*answered, (torch, "Generator", HostGenerator), *random, *ranges]
 
 
-def _list_torch_replacements(sides: Sides, functions: TorchFunctionMode) -> list[tuple[Any, str, Any]]:
+def _list_torch_replacements(sides: Sides, functions: TorchFunctionMode) -> list[tuple[object, str, object]]:
     apply, new_group, resize = torch.nn.Module._apply, dist.new_group, torch.UntypedStorage.resize_
     run_backward = vars(torch.autograd)["_engine_run_backward"]
 
@@ -135,7 +138,7 @@ def _list_torch_replacements(sides: Sides, functions: TorchFunctionMode) -> list
                 vars(now).update(vars(parameter))
         return result
 
-    def own_group(ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def own_group(ranks: list[int] | None = None, *args: Any, **kwargs: Any) -> object:
         if ranks is not None and dist.get_rank() not in ranks:
             return GroupMember.NON_GROUP_MEMBER
         kwargs.pop("backend", None)
@@ -147,7 +150,7 @@ def _list_torch_replacements(sides: Sides, functions: TorchFunctionMode) -> list
         if hasattr(torch.optim.Optimizer, name)
     ]
 
-    def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+    def run_in_mode(*args: Any, **kwargs: Any) -> object:
         is_active = torch._C._len_torch_function_stack() > 0
         with nullcontext() if is_active else functions:
             return run_backward(*args, **kwargs)
@@ -166,18 +169,18 @@ def _list_torch_replacements(sides: Sides, functions: TorchFunctionMode) -> list
     return [*replaced, *health]
 
 
-def _list_megatron_replacements(sides: Sides) -> list[tuple[Any, str, Any]]:
+def _list_megatron_replacements(sides: Sides) -> list[tuple[object, str, object]]:
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     preprocess = dispatcher.preprocess
 
-    def note_and_preprocess(self: Any, routing_map: Tensor) -> Tensor:
+    def note_and_preprocess(self: MoEAlltoAllTokenDispatcher, routing_map: Tensor) -> Tensor:
         sides.experts.begin(self, routing_map)
         return preprocess(self, routing_map)
 
-    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def move(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
         if not torch.is_tensor(tensor):
             return tensor
         # The copy does not wait. The dispatcher waits for its stream before it reads any of the counts.

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from torch._ops import OpOverload
+
 CUDA, META, CPU = torch.device("cuda", 0), torch.device("meta"), torch.device("cpu")
 
 _active: Sides | None = None
+_T = TypeVar("_T")
 
 
 class Observer:
     """The receiver of what `FakeCuda` reports. Its methods do nothing; subclasses override those they need."""
 
-    def on_allocation(self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: Any) -> None:
+    def on_allocation(
+        self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: OpOverload | None
+    ) -> None:
         """Take note of a tensor that an operator returned, on the device or on the host. Its memory may be known."""
 
     def on_resize(self, storage: torch.UntypedStorage) -> None:
         """Take note that memory may have another size than before. It is 0 if it has been freed for a while."""
 
-    def on_launch(self, operator: Any, args: tuple, kwargs: dict, result: Any) -> None:
+    def on_launch(self, operator: OpOverload, args: tuple, kwargs: dict, result: object) -> None:
         """Take note of an operator on the device."""
 
     def on_wait(self, reason: str) -> None:
@@ -65,7 +72,7 @@ def is_active() -> bool:
     return _active is not None
 
 
-def report_launch(operator: Any, operands: tuple, result: Any) -> Any:
+def report_launch(operator: OpOverload, operands: tuple, result: _T) -> _T:
     """Report a kernel that torch does not see, as `operator` of `operands`, and return its result."""
     if _active is not None:
         with torch._C.DisableTorchFunction():
@@ -85,7 +92,7 @@ def is_meta(tensor: Tensor) -> bool:
         return tensor.is_meta
 
 
-def names_cuda(device: Any) -> bool:
+def names_cuda(device: object) -> bool:
     """Return whether the argument `device` of a function of torch means CUDA."""
     if isinstance(device, str):
         return device.startswith("cuda")
@@ -101,7 +108,7 @@ class BalancedExperts:
         self._dispatcher: Any = None
         self._routed = 0  # this rank's tokens times the experts of each
 
-    def begin(self, dispatcher: Any, routing_map: Tensor) -> None:
+    def begin(self, dispatcher: MoEAlltoAllTokenDispatcher, routing_map: Tensor) -> None:
         """Take note of the layer that is running, and of its tokens."""
         self._dispatcher, self._routed = dispatcher, routing_map.size(0) * dispatcher.config.moe_router_topk
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from rl_megatron.weight_sync.exporter import WeightExporter
 aten = torch.ops.aten
 
 
-def list_stand_ins() -> list[tuple[Any, str, Any]]:
+def list_stand_ins() -> list[tuple[object, str, object]]:
     """Return what is replaced: owner, name of the attribute, and its replacement."""
     triton_layers = SimpleNamespace(
         turn_heads=_turn_heads, gated_silu=_gated_silu, gated_silu_gradient=_gated_silu_gradient
@@ -67,10 +66,10 @@ def _gated_silu_gradient(both: Tensor, gradient: Tensor) -> Tensor:
     return report_launch(aten.silu_backward.default, (both, gradient), torch.empty_like(both))
 
 
-def _row_stats(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _row_stats(logits: Tensor, *args: object, **kwargs: object) -> Tensor:
     stats = logits.new_empty(logits.shape[0], 4, dtype=torch.float32)
     return report_launch(aten.logsumexp.default, (logits,), stats)
 
 
-def _write_row_gradients(out: Tensor, logits: Tensor, *args: Any, **kwargs: Any) -> None:
+def _write_row_gradients(out: Tensor, logits: Tensor, *args: object, **kwargs: object) -> None:
     report_launch(aten._log_softmax_backward_data.default, (logits,), out)

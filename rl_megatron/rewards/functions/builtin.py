@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.tasks.gsm8k import extract_answer
 from rl_megatron.data.tasks.math import are_equal, read_answer, read_reference, require_math_verify
 from rl_megatron.rewards.registry import register_reward
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
 
 _FENCED_JSON = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 _ANSWER_GROUP = "answer"
@@ -197,7 +200,7 @@ class JsonSchema:
             raise ValueError(f"schema: {' '.join(str(error).split())[:200]}") from error
 
     @cached_property
-    def _validator(self) -> Any:
+    def _validator(self) -> Validator:
         from jsonschema.validators import validator_for
 
         schema = json.loads(Path(self.schema).read_text()) if isinstance(self.schema, str) else dict(self.schema)

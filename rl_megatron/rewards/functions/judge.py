@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -19,6 +19,9 @@ from rl_megatron.rewards.answer_cache import AnswerCache
 from rl_megatron.rewards.endpoint import BadReply, Endpoint
 from rl_megatron.rewards.registry import register_reward
 from rl_megatron.rewards.reward_function import LIST_PARAMETERS, SCORE, VERL_PARAMETERS
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _RANGE = r"-?\d+(?:\.\d+)?\s?(?:-|–|to)\s?\d+(?:\.\d+)?"
 # Which scores there are, as judges repeat it: "(0-10)", "0-10:" or "(out of 10):".
@@ -117,7 +120,7 @@ class Judge:
         self._cache = AnswerCache(cache_dir)
         self._requests: dict[str, asyncio.Task[tuple[str, int]]] = {}
 
-    async def __call__(self, **fields: Any) -> dict[str, float]:
+    async def __call__(self, **fields: object) -> dict[str, float]:
         """Return the score of a sample and the metrics.
 
         Raises:
@@ -180,7 +183,7 @@ def _read_content(answer: Any) -> str:
     return text or ""
 
 
-def _read_template(template: str) -> tuple[Any, set[str]]:
+def _read_template(template: str) -> tuple[Template, set[str]]:
     """Return a template and the names of its variables."""
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False)
     if "{{" in template or "{%" in template:
@@ -246,7 +249,7 @@ def _find_in_json(key: str, answer: str) -> float | None:
     return score
 
 
-def _find_last_object(key: str, value: Any) -> dict[str, Any] | None:
+def _find_last_object(key: str, value: object) -> dict[str, object] | None:
     """Return the last object with a key in a JSON value, or None. Objects within one that has the key do not count."""
     waiting = [value]
     while waiting:
@@ -260,7 +263,7 @@ def _find_last_object(key: str, value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _to_float(value: Any) -> float | None:
+def _to_float(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

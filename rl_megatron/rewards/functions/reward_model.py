@@ -99,7 +99,7 @@ class RewardModelServer:
         return {SCORE: score, "raw": raw, "attempts": float(attempts)}
 
 
-def _take_last(value: Any) -> Any:
+def _take_last(value: object) -> object:
     """Return the last number of a list, or of lists in it: the score after the last token."""
     while isinstance(value, list) and value:
         value = value[-1]
@@ -113,7 +113,7 @@ _READERS: dict[Protocol, Callable[[Any], Any]] = {
 }
 
 
-def _read_number(read: Callable[[Any], Any], reply: Any) -> float:
+def _read_number(read: Callable[[Any], Any], reply: object) -> float:
     try:
         value = read(reply)
     except (KeyError, IndexError, TypeError):

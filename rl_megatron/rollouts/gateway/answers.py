@@ -18,12 +18,12 @@ _CHARACTERS_OF_A_PIECE = 32
 _LEAST_LOGPROB = -9999.0  # JSON has neither NaN nor infinite numbers
 
 
-def list_models() -> dict[str, Any]:
+def list_models() -> dict[str, object]:
     """Return the answer of /v1/models."""
     return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "rl_megatron"}]}
 
 
-def build_chat_answer(choices: Choices, tokenizer: Tokenizer) -> dict[str, Any]:
+def build_chat_answer(choices: Choices, tokenizer: Tokenizer) -> dict[str, object]:
     """Return the answer of /v1/chat/completions."""
     answers = []
     for index, turn in enumerate(choices.turns):
@@ -48,7 +48,7 @@ def stream_chat_answer(choices: Choices, tokenizer: Tokenizer) -> Iterator[str]:
     yield from _finish(head, choices)
 
 
-def build_text_answer(choices: Choices, tokenizer: Tokenizer) -> dict[str, Any]:
+def build_text_answer(choices: Choices, tokenizer: Tokenizer) -> dict[str, object]:
     """Return the answer of /v1/completions."""
     answers = [
         {"index": index, "text": turn.answered.content, **_describe_text_end(choices, turn, tokenizer)}
@@ -67,7 +67,7 @@ def stream_text_answer(choices: Choices, tokenizer: Tokenizer) -> Iterator[str]:
     yield from _finish(head, choices)
 
 
-def _build_head(choices: Choices, prefix: str, kind: str) -> dict[str, Any]:
+def _build_head(choices: Choices, prefix: str, kind: str) -> dict[str, object]:
     head = {
         "id": f"{prefix}-{secrets.token_hex(12)}",
         "object": kind,
@@ -93,18 +93,18 @@ def _split_text(text: str) -> Iterator[str]:
         yield text[start : start + _CHARACTERS_OF_A_PIECE]
 
 
-def _write_choice(head: Mapping[str, Any], choices: Choices, choice: Mapping[str, Any]) -> str:
+def _write_choice(head: Mapping[str, object], choices: Choices, choice: Mapping[str, object]) -> str:
     usage = {"usage": None} if choices.parameters.include_usage else {}
     return _format_event({**head, "choices": [choice], **usage})
 
 
-def _finish(head: Mapping[str, Any], choices: Choices) -> Iterator[str]:
+def _finish(head: Mapping[str, object], choices: Choices) -> Iterator[str]:
     if choices.parameters.include_usage:
         yield _format_event({**head, "choices": [], "usage": _count_tokens(choices)})
     yield "data: [DONE]\n\n"
 
 
-def _format_event(body: Mapping[str, Any]) -> str:
+def _format_event(body: Mapping[str, object]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False, allow_nan=False)}\n\n"
 
 
@@ -118,7 +118,7 @@ def _build_token_ids(choices: Choices, turn: AnsweredTurn) -> dict[str, Any]:
     return {"token_ids": list(turn.completion.ids)} if choices.parameters.token_ids else {}
 
 
-def _describe_end(choices: Choices, turn: AnsweredTurn, tokenizer: Tokenizer) -> dict[str, Any]:
+def _describe_end(choices: Choices, turn: AnsweredTurn, tokenizer: Tokenizer) -> dict[str, object]:
     logprobs = None
     if choices.parameters.logprobs:
         has_top = choices.parameters.top_logprobs

@@ -37,7 +37,7 @@ class RequestRefused(Exception):
         self.message, self.status, self.param, self.code = message, status, param, code
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -68,7 +68,7 @@ class BodyLimits:
         return max(_LEAST_VALUES, self.context)
 
 
-def read_body(raw: bytes, limits: BodyLimits) -> Mapping[str, Any]:
+def read_body(raw: bytes, limits: BodyLimits) -> Mapping[str, object]:
     """Return the body of a request.
 
     Raises:
@@ -89,7 +89,7 @@ def read_body(raw: bytes, limits: BodyLimits) -> Mapping[str, Any]:
     return body
 
 
-def _split_body(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _split_body(body: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for name, value in body.items():
         if name == "messages" and isinstance(value, list):
             yield from ((f"messages[{number}]", message) for number, message in enumerate(value))
@@ -97,7 +97,7 @@ def _split_body(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def check_value(value: Any, where: str, limits: BodyLimits) -> None:
+def check_value(value: object, where: str, limits: BodyLimits) -> None:
     """Check a JSON value, level by level, because a deep one must not be walked by recursion.
 
     Raises:
@@ -109,7 +109,7 @@ def check_value(value: Any, where: str, limits: BodyLimits) -> None:
         number += len(level)
         if number > limits.values:
             raise _refuse_size(where, f"more than {limits.values} values, and the context {limits.context} tokens")
-        deeper: list[Any] = []
+        deeper: list[object] = []
         for item in level:
             if isinstance(item, str):
                 _check_text(item, where, limits)
@@ -163,7 +163,7 @@ class _Yielding(json.JSONDecoder):
         self.scan_once = scanner.py_make_scanner(self)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _count(self, parse: Callable[..., Any]) -> Callable[..., Any]:
-        def parse_counted(*arguments: Any) -> Any:
+        def parse_counted(*arguments: object) -> object:
             self._left -= 1
             if self._left < 0:
                 raise HistoryFull(
@@ -185,6 +185,6 @@ def read_json(text: str | bytes, most: int) -> Any:
     return json.loads(text) if len(text) <= _SHORT else json.loads(text, cls=_Yielding, most=most)
 
 
-def write_json(value: Any) -> str:
+def write_json(value: object) -> str:
     """Return a value as JSON with sorted keys. Other threads run meanwhile."""
     return "".join(json.JSONEncoder(sort_keys=True).iterencode(value))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import select
 from collections.abc import Callable
-from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -26,7 +25,7 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
         _waits_for: type[h11.IDLE] | type[h11.SEND_BODY] | None = None  # what the timer is for
         _without_request_since = 0.0
 
-        def connection_made(self, transport: Any) -> None:
+        def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             self._without_request_since = self.loop.time()
             if len(self.connections) > most():

@@ -15,7 +15,7 @@ _LIMITS_OF_ARGUMENTS = BodyLimits(10_000, 1 << 30)  # those of the policy's call
 Key = tuple[str, str, tuple[tuple[str, str, str], ...], str, str]
 
 
-def read_messages(messages: Any) -> list[dict[str, Any]]:
+def read_messages(messages: object) -> list[dict[str, object]]:
     """Return the messages of a request, as a chat template takes them.
 
     Parts of text are joined, the arguments of tool calls become mappings, and keys with the value null are left out.
@@ -25,13 +25,13 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
     return [_read_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
-def _read_message(message: Any, where: str) -> dict[str, Any]:
+def _read_message(message: object, where: str) -> dict[str, object]:
     if not isinstance(message, Mapping):
         raise RequestRefused(f"{where} must be an object with role and content", param=where)
     role = message.get("role")
     if role not in ROLES:
         raise RequestRefused(f"{where}.role={role!r} must be one of {', '.join(ROLES)}", param=f"{where}.role")
-    result: dict[str, Any] = {"role": role, "content": _read_text(message.get("content"), f"{where}.content")}
+    result: dict[str, object] = {"role": role, "content": _read_text(message.get("content"), f"{where}.content")}
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             result[name] = _read_string(message[name], f"{where}.{name}")
@@ -40,7 +40,7 @@ def _read_message(message: Any, where: str) -> dict[str, Any]:
     return result
 
 
-def _read_text(content: Any, where: str) -> str:
+def _read_text(content: object, where: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
@@ -56,7 +56,7 @@ def _read_text(content: Any, where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _read_calls(calls: object, where: str) -> list[dict[str, object]]:
     if not isinstance(calls, list):
         raise RequestRefused(f"{where} must be a list", param=where)
     result = []
@@ -73,13 +73,13 @@ def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return result
 
 
-def _read_string(value: Any, where: str) -> str:
+def _read_string(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise RequestRefused(f"{where} must be a string", param=where)
     return value
 
 
-def _parse_arguments(arguments: str) -> Any:
+def _parse_arguments(arguments: str) -> object:
     """Return the mapping that a JSON text has, which templates write themselves; another text stays as it is.
 
     So does one that is nested too deeply, is too large, or has half of a surrogate pair, which no tokenizer takes.

@@ -70,7 +70,7 @@ class ParameterReader:
         """Keep the sampling without parameters; requests can only lower its number of tokens."""
         self._sampling, self._tokenizer, self._stops_at_strings = sampling, tokenizer, stops_at_strings
 
-    def read_chat(self, request: Mapping[str, Any]) -> Parameters:
+    def read_chat(self, request: Mapping[str, object]) -> Parameters:
         """Return the parameters of a request to /v1/chat/completions, or refuse it with an error that names one."""
         body = _select(request, _CHAT)
         limits = [_read_positive(body, name) for name in ("max_tokens", "max_completion_tokens") if name in body]
@@ -89,7 +89,7 @@ class ParameterReader:
             )
         return replace(parameters, tools=tuple(tools), calls_tools=bool(tools) and choice == "auto")
 
-    def read_text(self, request: Mapping[str, Any]) -> Parameters:
+    def read_text(self, request: Mapping[str, object]) -> Parameters:
         """Return the parameters of a request to /v1/completions, or refuse it with an error that names one."""
         body = _select(request, _TEXT)
         limit = _read_positive(body, "max_tokens") if "max_tokens" in body else None
@@ -98,7 +98,7 @@ class ParameterReader:
         return self._read_common(body, limit, logprobs, top > 0)
 
     def _read_common(
-        self, body: Mapping[str, Any], max_tokens: int | None, logprobs: bool, top_logprobs: bool
+        self, body: Mapping[str, object], max_tokens: int | None, logprobs: bool, top_logprobs: bool
     ) -> Parameters:
         sampling = self._sampling
         if max_tokens is not None:
@@ -129,7 +129,7 @@ class ParameterReader:
             _read_switch(body, "return_token_ids"),
         )  # fmt: skip
 
-    def _read_stop(self, value: Any) -> tuple[str, ...]:
+    def _read_stop(self, value: object) -> tuple[str, ...]:
         texts = (value,) if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
             raise RequestRefused("stop must be a text or a list of texts, none of them empty", param="stop")
@@ -140,7 +140,7 @@ class ParameterReader:
         return tuple(texts)
 
 
-def _select(request: Mapping[str, Any], further: set[str]) -> dict[str, Any]:
+def _select(request: Mapping[str, object], further: set[str]) -> dict[str, object]:
     """Return the parameters that are not null, all of which are supported."""
     body = {name: value for name, value in request.items() if value is not None}
     for name, value in body.items():
@@ -155,25 +155,25 @@ def _select(request: Mapping[str, Any], further: set[str]) -> dict[str, Any]:
     return body
 
 
-def _read_switch(body: Mapping[str, Any], name: str) -> bool:
+def _read_switch(body: Mapping[str, object], name: str) -> bool:
     value = body.get(name, False)
     if not isinstance(value, bool | None):
         raise RequestRefused(f"{name}={value!r} must be true or false", param=name)
     return bool(value)
 
 
-def _read_positive(body: Mapping[str, Any], name: str) -> int:
+def _read_positive(body: Mapping[str, object], name: str) -> int:
     return _read_integer(body, name, 1, 1 << 30)
 
 
-def _read_integer(body: Mapping[str, Any], name: str, least: int, most: int) -> int:
+def _read_integer(body: Mapping[str, object], name: str, least: int, most: int) -> int:
     value = body[name]
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise RequestRefused(f"{name}={value!r} must be an integer from {least} to {most}", param=name)
     return value
 
 
-def _read_number(body: Mapping[str, Any], name: str, is_valid: Callable[[float], bool], rule: str) -> float:
+def _read_number(body: Mapping[str, object], name: str, is_valid: Callable[[float], bool], rule: str) -> float:
     value = body[name]
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or not is_valid(value):
         raise RequestRefused(f"{name}={value!r} must be a number {rule}", param=name)

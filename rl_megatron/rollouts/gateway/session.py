@@ -40,7 +40,7 @@ class SessionClient(Protocol):
     def history(
         self,
         messages: Sequence[Message] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         most_characters: int | None = None,
     ) -> History:
         """Return the history that begins with messages."""
@@ -122,7 +122,7 @@ class Session:
         self._order = asyncio.Lock()  # held from the beginning of a job in the thread until its result is in place
         self.texts = TextTurns()
         self._num_turns, self._num_unheard = 0, 0
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._is_full, self._has_ended = False, False
         self._failure: Exception | None = None
 
@@ -139,7 +139,7 @@ class Session:
             raise _refuse_ended()
         return task.result()
 
-    def _note_end(self, task: asyncio.Task[Any]) -> None:
+    def _note_end(self, task: asyncio.Task[object]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception) and not isinstance(error, RequestRefused):
@@ -173,7 +173,7 @@ class Session:
         """Answer the body of a request to /v1/chat/completions, or refuse it."""
         return await self._answer(raw, self._prepare_chat)
 
-    def _prepare_chat(self, body: Mapping[str, Any]) -> _Prepared:
+    def _prepare_chat(self, body: Mapping[str, object]) -> _Prepared:
         parameters = self._parameters.read_chat(body)
         messages = read_messages(body.get("messages"))
         keys = [build_key(message) for message in messages]
@@ -195,7 +195,7 @@ class Session:
         """Answer the body of a request to /v1/completions, or refuse it."""
         return await self._answer(raw, self._prepare_text)
 
-    def _prepare_text(self, body: Mapping[str, Any]) -> _Prepared:
+    def _prepare_text(self, body: Mapping[str, object]) -> _Prepared:
         parameters = self._parameters.read_text(body)
         prompt = _read_prompt(body.get("prompt"), self._client.tokenizer)
         previous, rest = self.texts.match(prompt)
@@ -259,7 +259,7 @@ class Session:
         reward: float = 0.0,
         *,
         truncated: bool | None = None,
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
     ) -> Trajectory:
         """Return the trajectory of all requests that were answered so far.
 
@@ -287,7 +287,7 @@ class Session:
         unheard = {"unheard_completions": self._num_unheard} if self._num_unheard else {}
         return Trajectory(tuple(segments), reward, truncated, tuple(last.messages), {**(metadata or {}), **unheard})
 
-    def _begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> History:
+    def _begin(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]) -> History:
         tokenizer = self._client.tokenizer
         return self._client.history(
             [escape_special_tokens(message, tokenizer) for message in messages],
@@ -389,7 +389,7 @@ def _refuse_ended() -> RequestRefused:
     return RequestRefused("the session has ended, and with it this key", status=410, code="session_ended")
 
 
-def _read_prompt(prompt: Any, tokenizer: Tokenizer) -> str | list[int]:
+def _read_prompt(prompt: object, tokenizer: Tokenizer) -> str | list[int]:
     """Return the prompt of a request to /v1/completions: a text or token ids, not empty."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]

@@ -45,7 +45,7 @@ def choose_parser(name: str | None, template: ChatTemplate | None) -> Parser | N
         return None
 
 
-def find_tool_calls(parser: Parser | None, text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def find_tool_calls(parser: Parser | None, text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
     """Return the calls in the text of a turn, as OpenAI's API writes them; none if one of them cannot be read.
 
     `tools` are the JSON schemas of the tools that it may call.

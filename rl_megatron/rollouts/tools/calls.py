@@ -76,11 +76,11 @@ def read_json(text: str, start: int) -> tuple[Any, int]:
         raise BadCall(f"is not JSON that can be read: {error}") from error
 
 
-def _refuse_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not a value of JSON")
 
 
-def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) < len(pairs):
         raise ValueError("an object has a key twice")
@@ -90,7 +90,7 @@ def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_refuse_duplicate_keys)
 
 
-def read_call(value: Any, arguments_key: str = "arguments") -> ToolCall:
+def read_call(value: object, arguments_key: str = "arguments") -> ToolCall:
     """Return the call that a JSON object describes, or raise BadCall."""
     if not isinstance(value, dict):
         raise BadCall(f"is the JSON of {type(value).__name__}, and must be an object with 'name' and {arguments_key!r}")

@@ -6,7 +6,6 @@ import ast
 import math
 import re
 import warnings
-from typing import Any
 
 from rl_megatron.rollouts.tools.calls import MOST_CALLS, BadCall, FoundCall, Parameters, ToolCall, refuse_call
 
@@ -70,7 +69,7 @@ def _describe(error: Exception) -> str:
     return (error.msg if isinstance(error, SyntaxError) else str(error)) or type(error).__name__
 
 
-def _read_value(keyword: ast.keyword) -> Any:
+def _read_value(keyword: ast.keyword) -> object:
     try:
         return _as_json(ast.literal_eval(keyword.value))
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
@@ -79,7 +78,7 @@ def _read_value(keyword: ast.keyword) -> Any:
         ) from error
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> object:
     """Return a literal as JSON has it, where tuples are lists, or raise ValueError."""
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]

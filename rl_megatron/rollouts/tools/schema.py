@@ -13,7 +13,7 @@ _HAS_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_
 _LONGEST_MESSAGE = 300  # characters; a message of jsonschema has the whole value
 
 
-def build_tool_schema(function: Any, where: str, hidden: Collection[str] = ()) -> dict[str, Any]:
+def build_tool_schema(function: object, where: str, hidden: Collection[str] = ()) -> dict[str, object]:
     """Return the JSON schema of a function, as chat templates take it, without its `hidden` arguments.
 
     Raises ConfigError, which names the key `where`, if the function lacks named arguments, type hints or descriptions.
@@ -77,7 +77,7 @@ class ArgumentCheck:
         return None
 
 
-def _replace_nullable(schema: Any) -> Any:
+def _replace_nullable(schema: object) -> Any:
     """Return a schema in which `nullable`, unknown to JSON Schema, is a choice between null and the rest."""
     if isinstance(schema, list):
         return [_replace_nullable(item) for item in schema]

@@ -38,7 +38,7 @@ class ToolFailed(RuntimeError):
 class Hosts(Protocol):
     """The processes that run functions."""
 
-    async def call(self, target: str, kwargs: Mapping[str, Any], timeout: float) -> Any:
+    async def call(self, target: str, kwargs: Mapping[str, object], timeout: float) -> Any:
         """Return what the function with an import string returns within `timeout` seconds.
 
         Raises:
@@ -82,7 +82,7 @@ class Tools:
             if name in self.tools:
                 raise ConfigError(f"{where}: another tool is called {name!r}, too; rename one of the functions")
             self.tools[name] = tool
-        self.schemas: Sequence[Mapping[str, Any]] = [tool.schema for tool in self.tools.values()]
+        self.schemas: Sequence[Mapping[str, object]] = [tool.schema for tool in self.tools.values()]
         self.parameters = {name: tool.schema["function"]["parameters"] for name, tool in self.tools.items()}
         self._parsers: dict[ChatTemplate | None, Parser] = {}
 
@@ -140,7 +140,7 @@ class ToolBox:
     _num_named: int = 0
 
     @property
-    def schemas(self) -> Sequence[Mapping[str, Any]]:
+    def schemas(self) -> Sequence[Mapping[str, object]]:
         """Return the JSON schemas of the tools, as chat templates take them."""
         return self.tools.schemas
 
@@ -202,7 +202,7 @@ class ToolBox:
         except (TypeError, ValueError, RecursionError) as error:
             return self._cut(f"Error: what the tool returned cannot be written as JSON: {error}"), True
 
-    async def _run(self, tool: _Tool, call: ToolCall) -> Any:
+    async def _run(self, tool: _Tool, call: ToolCall) -> object:
         for left in reversed(range(_ATTEMPTS)):
             try:
                 return await self.hosts.call(
@@ -259,6 +259,6 @@ def _choose_format(settings: ToolsConfig, template: ChatTemplate | None) -> str:
     return format_
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     """Return what a function returned as the text of a message: a string as it is, and otherwise its JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

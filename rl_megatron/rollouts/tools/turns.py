@@ -64,12 +64,12 @@ class ToolTurns:
         return rendered
 
 
-def check_tool_turns(template: ChatTemplate, schemas: Sequence[Mapping[str, Any]]) -> None:
+def check_tool_turns(template: ChatTemplate, schemas: Sequence[Mapping[str, object]]) -> None:
     """Check that a chat template can write turns with calls of the tools with these schemas, and their answers."""
     _find_stand_in(template, schemas)
 
 
-def _find_turns_with_calls(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def _find_turns_with_calls(messages: Sequence[Mapping[str, object]]) -> list[int]:
     """Return the indices of the turns that tools answer, without the record's turns, which have a list of calls."""
     return [
         index
@@ -79,7 +79,7 @@ def _find_turns_with_calls(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     ]  # fmt: skip
 
 
-def _write_calls(messages: Sequence[Mapping[str, Any]], index: int) -> dict[str, Any]:
+def _write_calls(messages: Sequence[Mapping[str, object]], index: int) -> dict[str, object]:
     """Return a turn with a list of calls, which has one call for each answer."""
     calls = []
     for answer in messages[index + 1 :]:
@@ -105,7 +105,7 @@ def _restore_text(rendered: str, begin: int, mark: str, stand_in: _StandIn, text
     return rendered[:start] + text + rendered[end:], start + len(text)
 
 
-def _find_stand_in(template: ChatTemplate, tools: Sequence[Mapping[str, Any]]) -> _StandIn | None:
+def _find_stand_in(template: ChatTemplate, tools: Sequence[Mapping[str, object]]) -> _StandIn | None:
     """Return how a template writes a list of calls, or None if it takes answers after a plain text."""
     first, second = (
         {"role": "tool", "tool_call_id": f"call{number:05d}", "name": "tool", "content": text}

@@ -80,7 +80,7 @@ def _read_call(function: str, parameters: Parameters) -> ToolCall:
     return ToolCall("", name, arguments)
 
 
-def _read_value(text: str, schema: Mapping[str, Any]) -> Any:
+def _read_value(text: str, schema: Mapping[str, object]) -> object:
     """Return the value of a text; one that is neither JSON nor a literal stays text, which the schema refuses."""
     if schema.get("type") == "string":
         return None if schema.get("nullable") and text in ("None", "null") else text
