@@ -1,8 +1,8 @@
-"""Spread work evenly: groups over packs, and packs over shards.
+"""Balance costs: groups over packs, and packs over shards.
 
-A group is a sequence, or several that stay together. A pack has space for a number of tokens. The packs' costs should
-be equal, and so should the sums of the shards, which wait for each other at the end of every optimizer step. Every
-function is deterministic: ties go to what comes first.
+A group is one sequence, or several that stay together. A pack is a microbatch with a limit on its tokens. Packs should
+have equal costs, and so should shards, which wait for each other at the end of every optimizer step. Every function is
+deterministic: ties go to the lower index.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from operator import itemgetter
 
 from rl_megatron.batching.packing import Packs, pack_sequences, require_fitting, split_packs
 
-_EVEN = 1e-3  # of the mean cost: packs and shards that are closer than this are not worth another trade
-_TRADES_PER_PACK = 4  # on average, at most
+_EVEN = 1e-3  # as a share of the mean cost: a smaller difference is not worth another trade
+_TRADES_PER_PACK = 4  # at most, on average
 _TRADES_PER_SHARD = 8
-_PARTNERS = 4  # the cheapest shards, which the costliest one asks for a trade
-_NOTHING = -1  # in place of a group: the trade gives nothing in return
+_PARTNERS = 4  # how many of the cheapest shards are tried for a trade with the costliest one
+_NOTHING = -1  # instead of a group: the trade returns none
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups that are to be packed.
+    """The groups to pack.
 
     Attributes:
         lengths: Tokens of each group, at most `capacity`.
         costs: The cost of each group, in any unit (see `SequenceCost`).
-        capacity: Tokens a pack holds.
+        capacity: The maximum number of tokens in a pack.
     """
 
     lengths: Sequence[int]
@@ -52,10 +52,10 @@ def imbalance(costs: Sequence[float]) -> float:
 
 
 def balance_shards(groups: Groups, num_shards: int) -> list[Packs]:
-    """Return groups over packs over shards: `[shard][k]` is a pack, a list of groups. The costliest pack comes first.
+    """Return the packs of each shard, the costliest first: `[shard][k]` is a pack, a list of groups.
 
-    There are as few packs as the tokens allow, and equally many on every shard. If the groups do not fit in that few,
-    there are as many as modified first fit decreasing needs.
+    All shards have the same number of packs: the minimum for the total tokens or, if the groups do not fit, the number
+    that modified first fit decreasing needs.
     """
     require_fitting(groups.lengths, groups.capacity)
     if not groups.lengths:
@@ -74,8 +74,8 @@ def balance_shards(groups: Groups, num_shards: int) -> list[Packs]:
 def _propose_packings(groups: Groups, num_shards: int) -> Iterator[Packs]:
     """Yield packings with the same number of packs, the most promising first.
 
-    Equal packs make equal shards, unless a few sequences are so long that no pack of short ones can cost as much.
-    Then packs that are merely full can be the better start, because their costs differ enough to balance each other.
+    Packs of equal cost make shards of equal cost, unless a few sequences are so long that no pack of short ones costs
+    as much. Then packs that are merely full can be a better start: their costs differ enough to balance the shards.
     """
     least = max(1, -(-sum(groups.lengths) // groups.capacity))
     packs = _spread(groups, -(-least // num_shards) * num_shards)
@@ -91,16 +91,16 @@ def _propose_packings(groups: Groups, num_shards: int) -> Iterator[Packs]:
 
 
 def _spread(groups: Groups, num_packs: int) -> Packs | None:
-    """Return packs filled with the costliest group first, each into the cheapest pack with space for it.
+    """Add each group, costliest first, to the cheapest pack with space for it, and return the packs.
 
-    No pack is empty. The result is None if a group finds no space, or if there are fewer groups than packs.
+    The result is None if a group fits in no pack, or if a pack stays empty.
     """
     packs: Packs = [[] for _ in range(num_packs)]
     costs, space = [0.0] * num_packs, [groups.capacity] * num_packs
     # The number of groups breaks ties: groups that cost nothing would otherwise all join one pack and leave others
     # empty.
     ready = [(0.0, 0, pack) for pack in range(num_packs)]
-    blocked: list[tuple[int, int]] = []  # (-space, pack): too full for the group at hand, not for every later one
+    blocked: list[tuple[int, int]] = []  # (-space, pack): too full for the current group; later groups may fit
     numbers = range(len(groups.lengths))
     for group in sorted(numbers, key=lambda number: (-groups.costs[number], -groups.lengths[number], number)):
         length = groups.lengths[group]
@@ -121,7 +121,7 @@ def _spread(groups: Groups, num_packs: int) -> Packs | None:
 
 
 def _even_packs(groups: Groups, packs: Packs) -> Packs:
-    """Return the same packs after trades, each between the costliest pack and the cheapest."""
+    """Return the packs after trades of groups, each between the costliest and the cheapest pack at that time."""
     packs = [list(pack) for pack in packs]
     ranked = sorted((groups.cost(pack), number) for number, pack in enumerate(packs))
     mean = sum(cost for cost, _ in ranked) / len(ranked)
@@ -140,10 +140,10 @@ def _even_packs(groups: Groups, packs: Packs) -> Packs:
 
 
 def deal(groups: Groups, packs: Packs, num_shards: int) -> list[Packs]:
-    """Return packs over shards, as many for each: `[shard][k]`.
+    """Return the packs of each shard, `[shard][k]`, the same number for all.
 
-    Each round deals one pack to every shard, all of similar cost, so that shards that work in lockstep wait little. The
-    costliest pack of a round goes to the shard whose sum is smallest so far, so that the sums are similar too.
+    Each round deals packs of similar cost, one per shard, so that shards that run in lockstep wait little. The
+    costliest pack of a round goes to the shard with the smallest total so far, so that totals are similar too.
     """
     order = sorted(packs, key=groups.cost, reverse=True)
     shards: list[Packs] = [[] for _ in range(num_shards)]
@@ -157,9 +157,9 @@ def deal(groups: Groups, packs: Packs, num_shards: int) -> list[Packs]:
 
 
 def _even_shards(groups: Groups, shards: list[Packs]) -> list[Packs]:
-    """Return the same shards after trades of the costliest one with one of the cheapest.
+    """Return the shards after trades, each between the costliest shard and one of the cheapest.
 
-    In a trade the k-th packs of both change places, or exchange groups.
+    A trade swaps the k-th packs of the two shards, or groups between these packs.
     """
     shards = [[list(pack) for pack in shard] for shard in shards]
     costs = [sum(map(groups.cost, shard)) for shard in shards]
@@ -178,7 +178,7 @@ def _even_shards(groups: Groups, shards: list[Packs]) -> list[Packs]:
 
 
 def _trade_once(groups: Groups, costly: Packs, cheap: Packs, gap: float) -> bool:
-    """Make the trade that brings two shards, `gap` apart, nearest to each other; return False if none does."""
+    """Make the trade that most reduces the `gap` between the costs of two shards; return False if none does."""
     trades: list[tuple[float, int, tuple[int, int] | None]] = []
     for index, (costly_pack, cheap_pack) in enumerate(zip(costly, cheap, strict=True)):
         trades.append((abs(groups.cost(costly_pack) - groups.cost(cheap_pack) - gap / 2), index, None))
@@ -198,14 +198,14 @@ def _trade_once(groups: Groups, costly: Packs, cheap: Packs, gap: float) -> bool
 def _find_best_trade(
     groups: Groups, costly: list[int], cheap: list[int], gap: float
 ) -> tuple[float, tuple[int, int] | None]:
-    """Return by how much the best exchange misses half the `gap`, and that exchange.
+    """Return (error, exchange) of the exchange whose cost is nearest to half the `gap`; the error is the distance.
 
     The exchange is (group of `costly`, group of `cheap` or `_NOTHING`), or None if no exchange fits both packs and
     narrows the gap.
     """
     space_costly, space_cheap = groups.space(costly), groups.space(cheap)
     returns = sorted((groups.costs[group], group) for group in cheap)
-    if len(costly) > 1:  # a pack of one group must get one in return
+    if len(costly) > 1:  # a pack must not become empty
         returns.insert(0, (0.0, _NOTHING))
     best_error, best = gap / 2, None
     for sent in costly:

@@ -1,4 +1,4 @@
-"""`Batch`: a global batch of which this rank has its own sequences, and a few numbers of all sequences."""
+"""`Batch`: this rank's sequences of a global batch, and a few facts about all of its sequences."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ if TYPE_CHECKING:  # the topology imports megatron-core, which showing a batch d
     from rl_megatron.topology.topology import Topology
 
 LENGTHS, SAMPLED, DATA_SET = "input_lengths", "sampled_tokens", "data_set"
-"""Facts of sequences: their tokens, how many of these count, and the index of their data set in `data.mix`, if an
-algorithm reads it."""
+"""Facts: a sequence's length, its number of tokens in `token_mask`, and, if an algorithm reads it, the index of its
+data set in `data.mix`.
+"""
 
-# The facts that every rank has of every sequence, if the batch has the key.
+# The facts about all sequences that every rank has, if the batch has the key.
 _FACTS = {
     LENGTHS: torch.int32,
     "rewards": torch.float32,
@@ -53,25 +54,25 @@ _PADDING_VALUES = {"sample_mask": 0, "token_mask": 0, LENGTHS: 1}  # a padding s
 
 @dataclass
 class Batch(MutableMapping[str, Any]):
-    """Sequences of a global batch, numbered from 0. As a mapping it has this rank's own sequences.
+    """A global batch, whose sequences are numbered from 0. As a mapping, it contains this rank's sequences.
 
-    A whole batch has all of its sequences on this rank: in a single process, or if every rank was given the same ones.
-    Otherwise all ranks of a data-parallel replica have the same sequences. Before they are moved to their owners, a
-    rank has those that it has produced; see `gather_facts`.
+    A whole batch has all sequences on this rank: in a single process, or if all ranks were given the same batch.
+    Otherwise a rank first has the sequences that it produced (see `gather_facts`). After they are moved to their
+    owners, all ranks of a data-parallel replica have the sequences that it owns.
 
     Attributes:
         local: This rank's sequences in the order of their numbers.
-        numbers: [n] int64. Their numbers in the global batch.
-        facts: [B] numbers of all sequences of the global batch, by name, the same on every rank.
+        numbers: [n] int64. The numbers of `local`'s sequences in the global batch.
+        facts: By name, a value [B] for each sequence of the global batch, the same on every rank.
         homes: [B] int16. The data-parallel rank on which each sequence was produced.
-        width: The columns of the tensors of all ranks.
+        width: The padded length of sequences, the same on every rank.
         columns: The keys that can be moved between ranks.
-        padding: The first token of a sequence with its other values, with a weight of zero, for padding sequences. A
-            batch without it pads each optimizer step with the step's first sequence.
+        padding: The values of a padding sequence: one token of zero loss weight. Without it, a step's first sequence
+            pads the step.
         topology: The layout whose ranks share the batch; None if the batch is whole.
-        owners: [B] int16. The data-parallel rank that owns each sequence; None before they were moved.
-        steps: The optimizer steps that were planned with the ownership.
-        store: Where tensors are kept.
+        owners: [B] int16. The data-parallel rank that owns each sequence; None before the move to owners.
+        steps: The plans of this rank's optimizer steps, made together with `owners`; empty if they are made later.
+        store: The storage of the tensors: host memory or files.
         traffic: The bytes that this rank has exchanged with others for the batch.
     """
 
@@ -90,7 +91,7 @@ class Batch(MutableMapping[str, Any]):
 
     @classmethod
     def from_whole(cls, values: Mapping[str, object]) -> Batch:
-        """Return the batch of sequences on the host that every rank has: tensors, and lists of an element for each.
+        """Return a whole batch from tensors [B, …] on the host and lists of B elements, the same on every rank.
 
         Raises the errors of `sequence_lengths`.
         """
@@ -106,15 +107,15 @@ class Batch(MutableMapping[str, Any]):
     def gather_facts(
         cls, local: BatchedDataDict | None, topology: Topology | None, store: TensorStore | None = None
     ) -> Batch:
-        """Return the sequences that ranks have produced as one batch. Collective. Only numbers are exchanged.
+        """Return one batch of the sequences that all ranks have produced, exchanging only facts. Collective.
 
-        The global batch has those of the first data-parallel rank first, and then those of the next.
+        Its sequences are numbered in the order of the data-parallel ranks that produced them.
 
         Args:
-            local: The sequences of this rank, as tensors, with `input_ids` and `input_lengths`; None if it has produced
-                none. Only the first rank of a data-parallel replica may have produced any. All have the same keys.
+            local: This rank's sequences as tensors, with `input_ids` and `input_lengths`; None if it has produced none.
+                Only the first rank of a data-parallel replica may have any. All ranks' sequences have the same keys.
             topology: The layout; None in a single process.
-            store: Where tensors are kept after they are moved. None: in host memory.
+            store: The storage of tensors after the move. None: host memory.
         """
         traffic = Traffic()
         if topology is not None and topology.world_size == 1:
@@ -140,7 +141,7 @@ class Batch(MutableMapping[str, Any]):
     def _renumber_trajectories(self, starts: Tensor) -> Batch:
         """Return the batch with trajectories numbered from 0 without a gap.
 
-        A trajectory starts where the number changes, and at each of the sequences `starts`.
+        A trajectory starts where the number changes, and at each sequence in `starts`.
         """
         if TRAJECTORY not in self.facts:
             return self
@@ -162,7 +163,7 @@ class Batch(MutableMapping[str, Any]):
     def __setitem__(self, key: str, values: Tensor) -> None:
         """Add values of this rank's sequences, [n, …]."""
         if len(values) != len(self.numbers):
-            raise ValueError(f"key {key!r} has {len(values)} sequences, and this rank has {len(self.numbers)}")
+            raise ValueError(f"key {key!r} has {len(values)} sequences, but this rank has {len(self.numbers)}")
         self.local[key] = self.store.keep(values)
 
     def __delitem__(self, key: str) -> None:
@@ -199,12 +200,12 @@ class Batch(MutableMapping[str, Any]):
 
     @property
     def ranks(self) -> RankReduction:
-        """Return the data-parallel ranks that share the batch: this one alone if it is whole."""
+        """Return the data-parallel ranks that share the batch: this rank alone if the batch is whole."""
         return ALONE if self.topology is None else RankReduction(self.topology.groups.dp, self.topology.device)
 
     @property
     def all_ranks(self) -> Ranks:
-        """Return all ranks that share the batch: this one alone if it is whole."""
+        """Return all ranks that share the batch: this rank alone if the batch is whole."""
         return Ranks() if self.topology is None else self.topology.ranks
 
     @cached_property
@@ -217,14 +218,14 @@ class Batch(MutableMapping[str, Any]):
         return values[self.numbers]
 
     def slice(self, start: int, stop: int) -> BatchedDataDict:
-        """Return this rank's sequences among those from `start` to `stop - 1`, as views."""
+        """Return views of this rank's sequences whose numbers are from `start` to `stop - 1`."""
         first, last = torch.searchsorted(self.numbers, torch.tensor([start, stop])).tolist()
         return self.local.slice(first, last)
 
     def select(self, chosen: Tensor) -> Batch:
-        """Return the batch with the chosen sequences of the global batch only; `chosen` is [B] bool on every rank.
+        """Return the batch of the chosen sequences only; `chosen` is [B] bool, the same on every rank.
 
-        They keep their owners. A rank may be left without sequences.
+        The sequences keep their owners. A rank may be left without sequences.
         """
         is_local = chosen[self.numbers]
         numbers = (chosen.cumsum(0) - 1)[self.numbers[is_local]]
@@ -239,7 +240,7 @@ class Batch(MutableMapping[str, Any]):
 
     @classmethod
     def join(cls, parts: Sequence[Batch]) -> Batch:
-        """Return the sequences of several batches, one batch after the other. None of them has been moved."""
+        """Join batches into one, in order. Their sequences must not have been moved to their owners."""
         first = parts[0]
         if len(parts) == 1:
             return first
@@ -259,13 +260,13 @@ class Batch(MutableMapping[str, Any]):
         return joined._renumber_trajectories(starts)
 
     def keep_all(self) -> Batch:
-        """Return a whole batch whose sequences this rank owns, kept in the batch's store."""
+        """Return this whole batch with its tensors in the batch's store and this rank as the owner of all sequences."""
         local = self.local.map_values(self.store.keep, list)
         return replace(self, local=local, owners=torch.zeros(self.size, dtype=torch.int16))
 
     def move_to_owners(self, ownership: Ownership) -> Batch:
         """Return the batch with every sequence on its owner. Collective. Every sequence is moved at most once."""
-        assert self.topology is not None  # this rank has all sequences of a whole batch
+        assert self.topology is not None  # a whole batch has nothing to move
         owners = torch.from_numpy(ownership.owners.astype("int16"))
         local = self._exchange(self.homes, owners, self.local, self.numbers, self.columns, self.store)
         numbers = (owners == self.topology.data_rank).nonzero().flatten()
@@ -274,21 +275,21 @@ class Batch(MutableMapping[str, Any]):
     def gather_at_homes(self, keys: Sequence[str]) -> BatchedDataDict:
         """Return these keys of the sequences that this rank has produced, in the order of their numbers. Collective.
 
-        Only the first rank of a data-parallel replica gets any; a single process has produced all of them.
+        All ranks of a data-parallel replica get what its first rank has produced. A whole batch returns all sequences.
         """
         return self._send_to(self.homes, keys)
 
     def gather_on_rank_0(self, keys: Sequence[str]) -> BatchedDataDict:
-        """Return these keys of all sequences on the ranks of the first replica, and of none on others. Collective.
+        """Return these keys of all sequences on the ranks of the first replica. Collective.
 
-        Every rank has all sequences of a whole batch already.
+        Other ranks get empty tensors. A whole batch returns all sequences on every rank.
         """
         return self._send_to(torch.zeros_like(self.homes), keys)
 
     def scatter_from_rank_0(self, key: str, values: BatchedDataDict) -> Tensor:
-        """Return a value of each token, [n, width] fp32, of this rank's sequences. Collective.
+        """Return `values[key]`, [n, width] fp32, of this rank's sequences. Collective.
 
-        `values` has those of all sequences on the ranks of the first replica, and may be empty on others.
+        On the ranks of the first replica, `values` has all sequences. On other ranks, it may be empty.
         """
         if self.owners is None or self.topology is None:
             return values[key]
@@ -297,7 +298,7 @@ class Batch(MutableMapping[str, Any]):
         return self._exchange(torch.zeros_like(self.homes), self.owners, values, numbers, columns, TensorStore())[key]
 
     def _send_to(self, targets: Tensor, keys: Sequence[str]) -> BatchedDataDict:
-        """Return these keys of the sequences of which this rank is the target, from their owners. Collective."""
+        """Return these keys of the sequences that `targets` assigns to this rank, from their owners. Collective."""
         values = BatchedDataDict({key: self.local[key] for key in keys})
         if self.owners is None or self.topology is None:
             return values
@@ -318,7 +319,7 @@ class Batch(MutableMapping[str, Any]):
 
         Args:
             chosen: Their numbers in the global batch, and `PADDING` for each padding sequence of zero loss weight.
-            width: The columns to return of tensors that have a value for each token. None: all.
+            width: The number of columns to return of per-token tensors. None: all.
             first: The number of the sequence that padding sequences repeat if the batch has no `padding`.
         """
         numbers = torch.tensor(chosen)
@@ -326,7 +327,7 @@ class Batch(MutableMapping[str, Any]):
         indices = torch.searchsorted(self.numbers, numbers[is_real])
         sequences = BatchedDataDict()
         for key, values in self.local.items():
-            if isinstance(values, list):  # only whole batches have some
+            if isinstance(values, list):  # only whole batches have lists
                 sequences[key] = [values[first if number == PADDING else number] for number in chosen]
                 continue
             cut = values if width is None or not is_per_token(key, values, self.width) else values[:, :width]
@@ -336,7 +337,7 @@ class Batch(MutableMapping[str, Any]):
         return sequences
 
     def _insert_padding(self, key: str, real: Tensor, is_real: Tensor, first: Tensor) -> Tensor:
-        """Return the values of sequences with those of padding sequences between them."""
+        """Return the values `real` where `is_real` is set, and those of padding sequences elsewhere."""
         values = real.new_full((len(is_real), *real.shape[1:]), FILLS.get(key, 0))
         values[is_real] = real
         padding = self.padding.get(key)
@@ -354,7 +355,7 @@ class Batch(MutableMapping[str, Any]):
 def _count_sequences(
     local: BatchedDataDict | None, topology: Topology | None, traffic: Traffic
 ) -> tuple[Tensor, Tensor]:
-    """Return how many sequences each data-parallel rank has produced, and their columns."""
+    """Return the number of sequences that each data-parallel rank has produced, and their padded length."""
     count = torch.tensor([0, 0] if local is None else [local.size, local["input_ids"].size(1)])
     if topology is None:
         return count[:1], count[1:]
@@ -375,7 +376,7 @@ def _gather_from_replicas(values: Tensor, topology: Topology) -> Tensor:
 def _share_columns(
     local: BatchedDataDict | None, topology: Topology | None, producer: int
 ) -> tuple[Columns, dict[str, Tensor]]:
-    """Return the columns and the values of padding sequences, as the first producer has them. Collective."""
+    """Return the data-parallel rank `producer`'s columns and values of padding sequences. Collective."""
     shared: list[Any] = [None]
     if local is not None and (topology is None or topology.data_rank == producer):
         columns = read_columns(local)
@@ -422,7 +423,7 @@ def _gather_facts(
 
 
 def _unpack(parts: Tensor, counts: Tensor, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
-    """Return the facts of all sequences, from the bytes [ranks, …] that each of some ranks has packed."""
+    """Return the facts of all sequences from the bytes [ranks, …] that the ranks with sequences have packed."""
     facts, starts, are_equal = {}, torch.zeros_like(counts), bool((counts == counts[0]).all())
     for name, dtype in dtypes.items():
         ends = starts + counts * dtype.itemsize
@@ -443,7 +444,7 @@ def _fact_types(keys: Collection[str]) -> dict[str, torch.dtype]:
 
 
 def _compute_facts(local: BatchedDataDict, keys: Collection[str]) -> dict[str, Tensor]:
-    """Return the facts of this rank's sequences that follow from some of its keys."""
+    """Return the facts of this rank's sequences that a batch with these keys has."""
     return {
         name: ((local["token_mask"] != 0).sum(1) if name == SAMPLED else local[name]).to(dtype).contiguous()
         for name, dtype in _fact_types(keys).items()

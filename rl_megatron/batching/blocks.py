@@ -1,7 +1,7 @@
 """Assign sequences to blocks of data-parallel ranks, so that each block can plan for itself.
 
-A plan for all ranks takes time that grows with their number. A block has a fixed number of ranks. One vectorised pass
-gives every block sequences of about the same cost, and leaves most of them where they were produced.
+The time of planning grows with the number of ranks, so ranks plan in blocks of a fixed size. One vectorised pass gives
+every block about the same cost per rank, and leaves most sequences where they were produced.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 BLOCK_RANKS = 8
-"""The data-parallel ranks that plan together. Fewer balance worse, and more take longer to plan."""
+"""The number of data-parallel ranks in a block. Smaller blocks balance worse, and larger ones take longer to plan."""
 
 GatherMoves = Callable[[np.ndarray], np.ndarray]
-"""Returns the moves from all blocks, from those from this rank's block. Collective.
+"""A collective that takes the moves out of this rank's block and returns the moves out of all blocks.
 
-They are [k, 2]: the number of a group, and the block that gets it."""
+Moves are [k, 2]: the number of a group, and the block to which it moves."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Blocks:
         return range(start, min(start + self.ranks_per_block, self.num_ranks))
 
 
-_UNEVEN = 0.5  # of a block's share: if a block has produced that much more or less, all sequences are dealt
+_UNEVEN = 0.5  # of a block's share of the cost: if a block deviates by more, all groups are dealt
 
 
 def assign_blocks(costs: np.ndarray, homes: np.ndarray, blocks: Blocks, block: int, gather: GatherMoves) -> np.ndarray:
     """Return the block of each group, so that blocks have about the same cost per rank. Collective.
 
-    A block keeps the groups that its ranks have produced, and moves a few to blocks that have less. If ranks have
-    produced very different amounts, as when rank 0 has produced everything, `deal_to_blocks` deals all groups.
+    A block keeps the groups that its ranks have produced, and moves a few to blocks with less cost. If blocks have
+    produced very different costs, for example if rank 0 has produced everything, `deal_to_blocks` deals all groups.
 
     Args:
         costs: [n] The cost of each group.
@@ -73,7 +73,7 @@ def assign_blocks(costs: np.ndarray, homes: np.ndarray, blocks: Blocks, block: i
 
 
 def _sum_costs(costs: np.ndarray, assigned: np.ndarray, num_blocks: int) -> np.ndarray:
-    """Return the cost of each block's groups. A sum over neighbours is much faster than one by index."""
+    """Return the cost of each block's groups. If blocks ascend, sums over neighbours are much faster."""
     if (assigned[1:] < assigned[:-1]).any():
         return np.bincount(assigned, weights=costs, minlength=num_blocks)
     starts = np.searchsorted(assigned, np.arange(num_blocks))
@@ -85,9 +85,10 @@ def _sum_costs(costs: np.ndarray, assigned: np.ndarray, num_blocks: int) -> np.n
 
 
 def _compute_debts(excess: np.ndarray, block: int) -> list[tuple[int, float]]:
-    """Return (other block, cost) that this block owes to others, so that no block has an excess any more.
+    """Return each (other block, cost) that `block` has to move, so that no block keeps an excess.
 
-    The excesses are laid end to end, and so are the deficits. A block owes to the deficits that its excess overlaps.
+    Excesses are laid end to end on a line, and so are deficits. A block moves cost to the deficits that overlap with
+    its excess.
     """
     upper = np.cumsum(np.maximum(excess, 0.0))
     lower, deficits = upper[block] - max(excess[block], 0.0), np.cumsum(np.maximum(-excess, 0.0))
@@ -97,7 +98,7 @@ def _compute_debts(excess: np.ndarray, block: int) -> list[tuple[int, float]]:
 
 
 def _choose_moves(groups: np.ndarray, costs: np.ndarray, debts: list[tuple[int, float]]) -> np.ndarray:
-    """Return [k, 2] the groups whose costs come nearest to the debts, with the blocks that get them.
+    """Return moves [k, 2]: groups whose costs are nearest to the debts, and the blocks to which they move.
 
     The error of one debt is carried over to the next.
     """
@@ -111,7 +112,7 @@ def _choose_moves(groups: np.ndarray, costs: np.ndarray, debts: list[tuple[int, 
             index = bisect_left(ascending, owed)
             if index == len(ascending) or (index and owed - ascending[index - 1] < ascending[index] - owed):
                 index -= 1
-            if ascending[index] >= 2 * owed:  # without it, the block is nearer to its debt
+            if ascending[index] >= 2 * owed:  # not moving it misses the debt by less
                 break
             owed -= ascending.pop(index)
             moves.append((int(groups[order.pop(index)]), block))
@@ -119,11 +120,11 @@ def _choose_moves(groups: np.ndarray, costs: np.ndarray, debts: list[tuple[int, 
 
 
 def deal_to_blocks(costs: np.ndarray, homes: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Return the block of each group: a sequence, or several that stay together.
+    """Return the block of each group, after dealing all groups.
 
-    The groups are dealt in rounds, the costliest first, and a round has one group for each rank. So every block gets as
-    many groups of similar cost as it has ranks. Within a round, a group stays in the block that has it, unless that
-    block has too many. The others go to blocks that have too few.
+    Groups are dealt in rounds, the costliest first, with one group per rank. So each round gives a block as many groups
+    of similar cost as it has ranks. Within a round, a group stays in its block, unless that block has too many groups.
+    The remaining groups go to blocks that have too few.
 
     Args:
         costs: [n] The cost of each group.
@@ -151,8 +152,8 @@ def deal_to_blocks(costs: np.ndarray, homes: np.ndarray, blocks: Blocks) -> np.n
 def _order_slots(number: int, blocks: Blocks) -> np.ndarray:
     """Return the block of each slot in the order in which groups are dealt.
 
-    Each block has one turn per rank. The direction alternates, so that the first block is not always the one with the
-    costliest group.
+    In a round, each block has one slot per rank. The order of blocks alternates, so that the first block does not
+    always get the costliest group.
     """
     turns = [
         [block for block in range(len(blocks)) if turn < len(blocks.ranks(block))]
@@ -164,7 +165,7 @@ def _order_slots(number: int, blocks: Blocks) -> np.ndarray:
 
 
 def _count_equal_before(keys: np.ndarray) -> np.ndarray:
-    """Return how many equal keys are before each key."""
+    """Return, for each key, the number of equal keys before it."""
     order = np.argsort(keys, kind="stable")
     ascending = keys[order]
     starts = np.flatnonzero(np.r_[True, ascending[1:] != ascending[:-1]]) if len(keys) else np.zeros(0, dtype=np.int64)
@@ -174,7 +175,7 @@ def _count_equal_before(keys: np.ndarray) -> np.ndarray:
 
 
 def deal_to_ranks(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """Return the rank of each group: the costliest goes first, and each to the rank whose sum is smallest so far."""
+    """Return a rank for each group: costliest first, each group goes to the rank with the smallest total so far."""
     ready = [(0.0, 0, rank) for rank in range(num_ranks)]
     assigned = [0] * len(costs)
     for group in sorted(range(len(costs)), key=lambda group: (-costs[group], group)):

@@ -18,13 +18,13 @@ _PACKING = ("balanced", *ALGORITHMS)
 
 
 def require_count(name: str, value: object) -> None:
-    """Raise ValueError, with the argument's `name` and value, unless it is a whole number above 0."""
+    """Raise ValueError, which names the argument, unless `value` is a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be at least 1 and a whole number, got {value!r}.")
 
 
 def check_groups(group_size: int, **values: Sized) -> None:
-    """Raise ValueError unless all values, [B] or [B, …], are of as many samples, in groups of `group_size`."""
+    """Raise ValueError unless all values, [B] or [B, …], have the same B, a multiple of `group_size`."""
     require_count("group_size", group_size)
     sizes = {name: len(value) for name, value in values.items()}
     if len(set(sizes.values())) > 1:
@@ -39,11 +39,10 @@ class Batching:
     """The choice of how sequences form microbatches.
 
     Attributes:
-        kind: "padded": `sequences` at a time, each as wide as the global batch. "dynamic": sequences of similar length,
-            each as wide as their longest, `tokens` at most. "packed": sequences one after the other in one pack,
-            `tokens` at most.
-        sequences: Sequences of a padded microbatch.
-        tokens: Tokens of a dynamic or packed microbatch, at most, padding included.
+        kind: "padded": `sequences` sequences, padded to the width of the global batch. "dynamic": sequences of similar
+            length, padded to the microbatch's longest. "packed": sequences concatenated into one pack.
+        sequences: The number of sequences in a padded microbatch.
+        tokens: The maximum number of tokens in a dynamic or packed microbatch, padding included.
 
     Raises:
         ValueError: No kind has this name, or a number is not a whole number above 0.
@@ -78,13 +77,13 @@ class _TokenBudgetArgs:
 
 @dataclass(frozen=True)
 class DynamicPlanArgs(_TokenBudgetArgs):
-    """Arguments of `plan_dynamic_batching`: microbatches of sequences of similar length, each cut to its longest.
+    """Arguments of `plan_dynamic_batching`: microbatches of similar lengths, each as wide as its longest sequence.
 
     Attributes:
-        max_tokens_per_microbatch: Sequences times padded length of one microbatch, at most.
+        max_tokens_per_microbatch: The maximum of sequences times padded length in a microbatch.
         group_size: Sequences that stay together, in order: 2 for preference pairs.
-        cost: The cost of a sequence as wide as its microbatch, for the figures of the plan.
-        sequence_length_round: A microbatch's length is a multiple of this, but never wider than the batch.
+        cost: The cost of a sequence, for `MicrobatchPlan.costs`.
+        sequence_length_round: Microbatch lengths are rounded up to a multiple of this, but not above the batch's width.
     """
 
     sequence_length_round: int = 1
@@ -92,12 +91,12 @@ class DynamicPlanArgs(_TokenBudgetArgs):
 
 @dataclass(frozen=True)
 class PackingPlanArgs(_TokenBudgetArgs):
-    """Arguments of `plan_sequence_packing`: microbatches whose sequences fit one pack.
+    """Arguments of `plan_sequence_packing`: microbatches that are packs of sequences.
 
     Attributes:
-        max_tokens_per_microbatch: Tokens of one pack, at most, each sequence rounded up to its multiple.
+        max_tokens_per_microbatch: The maximum number of tokens in a pack, padding included.
         group_size: Sequences that stay together, in order: 2 for preference pairs.
-        cost: The cost of a sequence, which "balanced" makes equal over packs and shards.
+        cost: The cost of a sequence. "balanced" makes the costs of packs, and those of shards, equal.
         algorithm: "balanced" (few packs of equal cost, see `rl_megatron.batching.balance`), or a key of
             `rl_megatron.batching.packing.ALGORITHMS` (few packs).
         sequence_length_pad_multiple: Each sequence's length in the pack is a multiple of this (2·cp, times tp under

@@ -11,22 +11,22 @@ from rl_megatron.config.model_shape import DeltaShape, LatentShape, LayerKind, h
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """The cost of a sequence of l tokens on its own in causal attention: cost(l) = per_token · l + per_pair · l².
+    """The cost of a sequence of l tokens with causal attention: cost(l) = per_token · l + per_pair · l².
 
     In FLOPs of one forward and backward pass:
 
         per_token = 6 · (matmul parameters that a token passes through)
         per_pair  = 6 · layers with attention · heads · (head_dim of keys + head_dim of values) / 2
 
-    A matmul parameter takes a multiplication and an addition in the forward pass, and as many again for either gradient
-    in the backward pass: 2 + 4. Attention multiplies queries with keys and probabilities with values: per layer 2·l²
-    heads·head_dim each, of which a causal kernel computes half; and three times that with the backward pass.
+    A matmul parameter takes 2 FLOPs per token in the forward pass (multiply and add), and 4 in the backward pass, which
+    computes two gradients. Attention has two products, queries with keys and probabilities with values. Each takes
+    2·l²·heads·head_dim FLOPs per layer in the forward pass, half of it if causal, and twice that in the backward pass.
 
-    Only the ratio of the two matters to a plan. The default counts tokens.
+    Plans depend only on the ratio of `per_token` and `per_pair`. The default cost is the number of tokens.
 
     Attributes:
         per_token: At least 0.
-        per_pair: At least 0; one of the two is above 0.
+        per_pair: At least 0. `per_token` or `per_pair` is above 0.
     """
 
     per_token: float = 1.0
@@ -46,10 +46,10 @@ class SequenceCost:
     def from_model(cls, model: ModelConfig, vocab_size: int) -> Self:
         """Return the cost in FLOPs of a decoder.
 
-        It counts attention's projections, the three matrices of SwiGLU (of a mixture of experts: the router's and those
-        of the experts that a token visits) and the output head, which is a matmul even if it is the embedding. It
-        ignores norms, biases, the embedding's look-up, what `model.recompute` computes again, and what a sliding window
-        saves. The gated delta rule handles each token on its own.
+        It includes attention's projections, the three SwiGLU matrices (with a mixture of experts: the router and the
+        experts that a token visits), and the output head, even if tied to the embedding. It ignores norms, biases, the
+        embedding lookup, recomputation (`model.recompute`), and the savings of a sliding window. The gated delta rule
+        adds to `per_token` alone.
         """
         attention, width = _count_attention(model)
         with_delta_rule = sum(LayerKind.from_model(model, layer).has_delta_rule for layer in range(model.num_layers))
@@ -68,9 +68,9 @@ class SequenceCost:
 
 
 def _count_delta_rule(model: ModelConfig) -> int:
-    """Return the matmul parameters of a layer's gated delta rule, and the elements of its memories three times.
+    """Return the matmul parameters of a layer's gated delta rule, plus three times the elements of its memories.
 
-    A token passes through each memory three times: it is corrected for what it holds, written to it and read from it.
+    Each token uses a memory in three products: to predict its value, to write the correction, and to read.
     """
     shape = DeltaShape.from_model(model)
     projections = model.hidden_size * (shape.projected + shape.values * shape.value)
@@ -78,7 +78,7 @@ def _count_delta_rule(model: ModelConfig) -> int:
 
 
 def _count_attention(model: ModelConfig) -> tuple[int, float]:
-    """Return (parameters of a layer's projections, width of its heads: the mean of keys' and values')."""
+    """Return (parameters of a layer's projections, heads times the mean dimension of a head's keys and values)."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     if model.kv_lora_rank is None:
         head_dim = head_size(model)

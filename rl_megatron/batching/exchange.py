@@ -1,8 +1,7 @@
 """Move sequences once, from the ranks that produced them to the data-parallel ranks that own them.
 
-Sequences travel in rounds of bounded size, each key in its own dtype and without padding. One rank of every
-data-parallel replica takes part in the exchange over replicas. It then shares the sequences that it received with the
-ranks of its own replica.
+Sequences are sent in rounds of bounded size, each key in its own dtype and without padding. The first ranks of all
+data-parallel replicas exchange sequences. Each then broadcasts the sequences that it received within its replica.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:  # the topology imports megatron-core, which showing a batch d
     from rl_megatron.topology.topology import Topology
 
 ROUND_BYTES = 1 << 26
-"""The bytes that a rank sends in one round, at most, unless one sequence alone is larger."""
+"""The bytes that a rank sends in one round. A round's last sequence may exceed them."""
 
 FILLS: dict[str, int] = {ROUTED_EXPERTS: UNKNOWN_EXPERT, "turn": -1, "token_weight_versions": -1}
 """The padding value of keys that are not padded with 0."""
@@ -44,8 +43,8 @@ class Column:
     """A key of a batch.
 
     Attributes:
-        shape: The dimensions of one value: of a token, or of a sequence.
-        per_token: Whether it has a value for each token.
+        shape: The shape of one value, of a token or of a sequence.
+        per_token: Whether the key has a value for each token, or one for each sequence.
     """
 
     dtype: torch.dtype
@@ -58,7 +57,7 @@ class Column:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def allocate(self, store: TensorStore, key: str, number: int, width: int) -> Tensor:
-        """Return a tensor for that many sequences of `width` columns, filled with the key's padding value."""
+        """Return a tensor for `number` sequences of `width` columns, filled with the key's padding value."""
         shape = (number, width, *self.shape) if self.per_token else (number, *self.shape)
         return store.full(shape, FILLS.get(key, 0), self.dtype)
 
@@ -79,14 +78,14 @@ def read_columns(batch: Mapping[str, Tensor]) -> Columns:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The data-parallel ranks between which sequences move, and their tokens.
+    """A move of the sequences of a global batch between data-parallel ranks.
 
     Attributes:
         lengths: [B] The tokens of each sequence of the global batch.
-        sources: [B] The data-parallel rank that has each sequence.
-        targets: [B] The data-parallel rank that gets it.
+        sources: [B] The data-parallel rank that sends each sequence.
+        targets: [B] The data-parallel rank that receives each sequence.
         topology: The layout; None in a single process.
-        round_bytes: The bytes that a rank sends in one round, at most.
+        round_bytes: The bytes that a rank sends in one round; see `ROUND_BYTES`.
     """
 
     lengths: np.ndarray
@@ -104,14 +103,14 @@ class Exchange:
     def run(
         self, local: Mapping[str, Tensor], numbers: np.ndarray, columns: Columns, width: int, store: TensorStore
     ) -> BatchedDataDict:
-        """Return the sequences that this rank gets, in the order of their numbers. Collective.
+        """Return the sequences that this rank receives, in the order of their numbers. Collective.
 
         Args:
-            local: The sequences that this rank has. Only the first rank of a replica has any.
-            numbers: Their numbers, ascending.
-            columns: The keys that are moved.
+            local: The sequences that this rank has. Only the first rank of a replica sends any.
+            numbers: The numbers of the `local` sequences in the global batch, ascending.
+            columns: The keys to move.
             width: The columns of the returned tensors.
-            store: Where these are kept.
+            store: The storage of the returned tensors.
         """
         wanted = np.flatnonzero(self.targets == self.rank)
         tensors = {key: column.allocate(store, key, len(wanted), width) for key, column in columns.items()}
@@ -150,9 +149,9 @@ class Exchange:
         sent: np.ndarray,
         received: np.ndarray,
     ) -> Tensor:
-        """Return the bytes of the sequences `received`, from this rank's `sent` and those of others.
+        """Send the sequences `sent`, and return the bytes of the sequences `received`.
 
-        They are in the order of the sources, and within a source in that of the keys.
+        The bytes are ordered by source, and within a source by key.
         """
         topology = self.topology
         into = self._count_bytes(columns, received, self.sources)
@@ -169,10 +168,10 @@ class Exchange:
         return broadcast_in_replica(payload.to(topology.device), topology).cpu()
 
     def _exchange_with_replicas(self, packed: Tensor, out: np.ndarray, into: np.ndarray, topology: Topology) -> Tensor:
-        """Return the bytes that other replicas' first ranks have for this one, by source.
+        """Send `packed` to the first ranks of other replicas, and return the bytes that they send, by source.
 
-        `packed` has the bytes for each target, one after the other. `out` [keys, ranks] counts the bytes of each key
-        for each target, and `into` those from each source.
+        `packed` has the bytes for each target, one after the other. `out` [keys, ranks] is the number of bytes of each
+        key for each target, and `into` the same from each source.
         """
         sizes_out, sizes_into = out.sum(0), into.sum(0)
         payload = torch.empty(int(sizes_into.sum()), dtype=torch.uint8, device=topology.device)
@@ -184,7 +183,7 @@ class Exchange:
         return payload
 
     def _count_bytes(self, columns: Columns, chosen: np.ndarray, peers: np.ndarray) -> np.ndarray:
-        """Return [keys, ranks] the bytes of each key of the chosen sequences by the rank that `peers` has for each."""
+        """Return [keys, ranks] the bytes of each key, summed over the chosen sequences of each rank in `peers`."""
         num_ranks = 1 if self.topology is None else self.topology.data
         ranks = peers[chosen]
         numbers = np.bincount(ranks, minlength=num_ranks)
@@ -192,7 +191,7 @@ class Exchange:
         return np.array([(tokens if column.per_token else numbers) * column.bytes for column in columns.values()])
 
     def _pack(self, local: Mapping[str, Tensor], numbers: np.ndarray, columns: Columns, sent: np.ndarray) -> Tensor:
-        """Return the bytes of sequences that this rank has: target by target, and within a target key by key."""
+        """Return the bytes of the sequences `sent`, ordered by target, and within a target by key."""
         if not len(sent):
             return torch.empty(0, dtype=torch.uint8)
         indices = np.searchsorted(numbers, sent)
@@ -202,14 +201,14 @@ class Exchange:
         return torch.cat([parts[key][target] for target in np.flatnonzero(sizes.any(0)) for key in range(len(parts))])
 
     def _split_by_key(self, payload: Tensor, columns: Columns, received: np.ndarray) -> dict[str, Tensor]:
-        """Return the bytes of each key, source by source."""
+        """Return the bytes of each key, ordered by source."""
         sizes = self._count_bytes(columns, received, self.sources)
         sizes = sizes[:, sizes.any(0)]
         parts = payload.split(sizes.T.flatten().tolist())
         return {key: torch.cat(parts[number :: len(columns)]) for number, key in enumerate(columns) if len(received)}
 
     def _read_bytes(self, values: Tensor, column: Column, sent: np.ndarray, indices: np.ndarray) -> Tensor:
-        """Return the bytes of the values of sequences, one sequence after the other."""
+        """Return the bytes of a key's values for the sequences `sent`, one sequence after the other."""
         if column.per_token:
             flat = values.flatten(0, 1)[self._locate_tokens(sent, indices, values.size(1))]
         else:
@@ -225,7 +224,7 @@ class Exchange:
             into[torch.from_numpy(indices)] = values
 
     def _locate_tokens(self, chosen: np.ndarray, indices: np.ndarray, width: int) -> Tensor:
-        """Return the indices of the tokens of sequences in a flattened tensor [·, width] that has them at `indices`."""
+        """Return the indices, in a flattened tensor [·, width], of the tokens of sequences that are at `indices`."""
         counts = self.lengths[chosen].astype(np.int64)
         starts = indices * width - (np.cumsum(counts) - counts)
         return torch.from_numpy(np.repeat(starts, counts) + np.arange(int(counts.sum())))
@@ -239,8 +238,8 @@ def is_first_of_replica(topology: Topology) -> bool:
 def broadcast_in_replica(values: Tensor, topology: Topology) -> Tensor:
     """Return the values of the replica's first rank on all of its ranks. Collective within the replica.
 
-    The first rank sends them to the other pipeline stages, each of these to its context-parallel ranks, and each of
-    those to its tensor-parallel ranks. So every rank receives them once.
+    They are broadcast over the pipeline stages, then over context-parallel ranks, and then over tensor-parallel ranks.
+    So every rank receives them once.
     """
     groups = topology.groups
     steps: Sequence[tuple[dist.ProcessGroup, bool]] = (

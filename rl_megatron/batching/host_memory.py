@@ -1,4 +1,4 @@
-"""`TensorStore`: keeps the tensors of a rank's sequences in host memory, or in files if they need more than a limit."""
+"""`TensorStore`: keeps the tensors of a rank's sequences in host memory up to a limit, and in files beyond it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rl_megatron import disk
 
 
 class TensorStore:
-    """Host memory for tensors, up to a limit, and memory-mapped files for all others.
+    """The storage of tensors: host memory up to a limit, and memory-mapped files beyond it.
 
-    A file has no name once it is mapped, so that it is gone with its tensor, even if the process is killed. The
+    A file is unlinked once it is mapped, so its space is freed with the tensor, even if the process is killed. The
     directory is removed with the store.
     """
 
@@ -24,8 +24,8 @@ class TensorStore:
         """Start empty.
 
         Args:
-            max_bytes: The bytes of all tensors that are kept in memory at the same time, at most. None: any number.
-            directory: The parent of the directory of the files. None: the system's directory for temporary files.
+            max_bytes: The maximum total size of the tensors in memory. None: no limit.
+            directory: The parent of the files' directory. None: the system's directory for temporary files.
         """
         self._max_bytes, self._parent = max_bytes, directory
         self._in_memory = 0
@@ -34,7 +34,7 @@ class TensorStore:
 
     @property
     def directory(self) -> Path | None:
-        """Return the directory of the files, or None as long as memory was enough."""
+        """Return the directory of the files, or None if no file was needed so far."""
         return None if self._directory is None else Path(self._directory.name)
 
     def full(self, shape: tuple[int, ...], fill: float, dtype: torch.dtype) -> Tensor:
@@ -70,7 +70,7 @@ class TensorStore:
         num_bytes = max(size, 1) * dtype.itemsize
         with path.open("wb") as file:
             try:
-                if hasattr(os, "posix_fallocate"):  # else a full disk ends the process at a later write
+                if hasattr(os, "posix_fallocate"):  # otherwise a full disk kills the process at a later write
                     os.posix_fallocate(file.fileno(), 0, num_bytes)
             except OSError as error:
                 raise OSError(error.errno, f"{num_bytes:,} bytes of sequences: {error.strerror}", str(path)) from error

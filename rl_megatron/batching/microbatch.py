@@ -1,4 +1,4 @@
-"""Microbatches: the sequences that go through the model together, and which sequences those of a step have."""
+"""Microbatches: the sequences that go through the model together, and the plan of an optimizer step's microbatches."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.topology.degrees import SequenceLayout, zigzag_slices
 
 PADDING = -1
-"""It replaces the number of a sequence in microbatches that need a padding sequence."""
+"""The value that marks a padding sequence among the sequence numbers of a microbatch."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Sequences that go through the model together, whole on every rank.
+    """Sequences that go through the model together, before they are sliced for context parallelism.
 
     Attributes:
         batch: The sequences, `[b, S]`.
-        lengths: `[b]` tokens of each sequence, if the model gets them as one pack. None if it gets each sequence padded
+        lengths: `[b]` tokens of each sequence, if they are concatenated into one pack. None if each sequence is padded
             to S tokens.
     """
 
@@ -30,14 +30,14 @@ class Microbatch:
     lengths: tuple[int, ...] | None = None
 
     def shape(self, layout: SequenceLayout) -> tuple[int, int]:
-        """Return (sequences, padded tokens of each over all ranks) that the model gets; a pack is one sequence."""
+        """Return (sequences, padded length over all ranks) of the model's input; a pack counts as one sequence."""
         if self.lengths is not None:
             return 1, sum(padded_lengths(self.lengths, layout))
         num_sequences, width = self.batch["input_ids"].shape
         return num_sequences, round_up(width, layout.sequence_multiple)
 
     def with_zero_weight(self) -> Microbatch:
-        """Return the same sequences with zero loss weight: they run like any other and add nothing."""
+        """Return the same sequences with zero loss weight: they are computed, but add nothing to the loss."""
         batch = BatchedDataDict(self.batch)
         for mask in ("sample_mask", "token_mask"):
             if mask in batch:
@@ -46,10 +46,10 @@ class Microbatch:
 
 
 def padded_lengths(lengths: Sequence[int], layout: SequenceLayout) -> list[int]:
-    """Return the tokens that each sequence of a pack occupies, padding included.
+    """Return the padded length of each sequence of a pack.
 
-    Each is a multiple of 2·cp if context parallelism cuts it into that many slices. The last one is longer if that is
-    needed to divide the whole pack over the sequence-parallel ranks too.
+    With context parallelism, each is a multiple of 2·cp, the number of zigzag slices. The last one is padded further if
+    the pack would otherwise not divide over the sequence-parallel ranks.
     """
     multiple = zigzag_slices(layout.context)
     padded = [round_up(max(length, 1), multiple) for length in lengths]
@@ -63,12 +63,12 @@ class RankMicrobatches:
     """The sequences of each microbatch of a rank, by number.
 
     Attributes:
-        sequences: The numbers of the sequences of each microbatch in the global batch, and `PADDING` for each padding
+        sequences: For each microbatch, the numbers of its sequences in the global batch, and `PADDING` for each padding
             sequence.
-        widths: The columns of each microbatch if it is dynamic.
-        tokens: Tokens of the sequences of the rank.
-        slots: Token slots that the model computes for them.
-        largest: Token slots of the largest microbatch, before it is split.
+        widths: The padded length of each microbatch; only dynamic batching uses it.
+        tokens: Tokens of the rank's sequences, without padding.
+        slots: Tokens that the model computes for these sequences, padding included.
+        largest: Tokens of the largest microbatch, padding included, before `extend` splits it.
     """
 
     sequences: list[list[int]]
@@ -107,9 +107,9 @@ class StepPlan:
         stop: The number after its last sequence.
         batching: How sequences form microbatches.
         group_size: Sequences that stay together in a microbatch.
-        ranks: The microbatches of each rank whose sequences this rank has: of all data-parallel ranks if the batch is
-            whole, and otherwise of this rank alone. Every rank has the same number.
-        efficiency: Tokens per token slot that the model computes, over all ranks.
+        ranks: The microbatches of all data-parallel ranks if the batch is whole, and otherwise of this rank alone. All
+            ranks have the same number of microbatches.
+        efficiency: The share of computed tokens that are not padding, over all ranks.
         index: The index of this rank in `ranks`.
     """
 

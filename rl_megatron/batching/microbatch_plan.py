@@ -1,6 +1,6 @@
 """Plan which sequences form which microbatch of which shard, from their lengths alone.
 
-A shard is the part of one data-parallel rank. All shards get the same number of microbatches, of similar cost.
+A shard is one data-parallel rank's part of the batch. All shards get the same number of microbatches, of similar cost.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ class MicrobatchPlan:
     """The microbatches of all shards, and their costs. Every attribute is indexed `[shard][microbatch]`.
 
     Attributes:
-        sequences: Numbers of the sequences, counted from the batch's first.
-        lengths: The width to cut to (dynamic batching), or the total of tokens, each sequence padded to its multiple
-            (packing).
+        sequences: The indices of the sequences in the batch.
+        lengths: The padded length of each sequence (padded and dynamic batching), or of the whole pack (packing).
         tokens: Tokens of the sequences themselves, without any padding.
-        slots: Token positions computed: sequences times width (dynamic batching), or `lengths` (packing).
-        costs: Costs of the sequences as wide as they are computed, by the planned `SequenceCost`, in its unit.
+        slots: Tokens with padding: sequences times padded length (padded and dynamic batching), or `lengths` (packing).
+        costs: The costs of the padded sequences, in the unit of the plan's `SequenceCost`.
     """
 
     sequences: list[list[list[int]]]
@@ -39,7 +38,7 @@ class MicrobatchPlan:
 
     @property
     def efficiency(self) -> float:
-        """Return the tokens per token position computed, over all shards; 1 without padding."""
+        """Return the share of computed tokens that are not padding, over all shards."""
         slots = sum(chain.from_iterable(self.slots))
         return sum(chain.from_iterable(self.tokens)) / slots if slots else 1.0
 
@@ -53,9 +52,9 @@ class MicrobatchPlan:
 
     @property
     def microbatch_imbalance(self) -> float:
-        """Return by how much the costliest of the k-th microbatches of all shards exceeds their mean, for the worst k.
+        """Return the largest imbalance over k of the shards' k-th microbatches.
 
-        It is the waiting time of shards that synchronize in every microbatch, as those that share a model's experts do.
+        It is the relative waiting time of shards that synchronize in every microbatch, as expert-parallel ranks do.
         """
         return max(map(imbalance, zip(*self.costs, strict=True)), default=0.0)
 
@@ -92,14 +91,13 @@ def plan_padded(
 
 
 def plan_dynamic_batching(lengths: Sequence[int], width: int, num_shards: int, args: DynamicPlanArgs) -> MicrobatchPlan:
-    """Plan microbatches of sequences of similar length, of the same shapes on all shards.
+    """Plan microbatches of sequences of similar length, with the same shapes on all shards.
 
-    The groups are sorted by length and dealt to the shards in turn, in the opposite direction in every second round. So
-    the k-th groups of all shards have similar lengths, and the shards have about as many tokens. Then all shards are
-    cut at the same places: before every group that would exceed the budget. As all shards compute the same shapes, the
-    imbalance is 0, whatever the cost.
+    The groups are sorted by length and dealt to the shards in rounds of alternating direction. So the k-th groups of
+    all shards have similar lengths, and shards have similar numbers of tokens. All shards start a new microbatch at the
+    same rounds: those that would exceed the token budget. As all shards compute the same shapes, the imbalance is 0.
 
-    Rounding a length up never exceeds `width`, the width of the batch.
+    Rounded lengths never exceed `width`, the width of the batch.
     """
     num_groups = _num_groups(len(lengths), num_shards, args.group_size)
     require_within_width(lengths, width)
@@ -140,8 +138,8 @@ def _require_within_budget(group: int, length: int, args: DynamicPlanArgs) -> No
     needed = length * args.group_size
     if needed > args.max_tokens_per_microbatch:
         raise ValueError(
-            f"sequence {group * args.group_size} needs {args.group_size} x {length} tokens (rounded up to "
-            f"{args.sequence_length_round}) and max_tokens_per_microbatch is {args.max_tokens_per_microbatch}: "
+            f"sequence {group * args.group_size} needs {args.group_size} x {length} tokens (rounded up to multiples of "
+            f"{args.sequence_length_round}), but max_tokens_per_microbatch is {args.max_tokens_per_microbatch}: "
             f"raise it to at least {needed} or shorten the sequences."
         )
 
@@ -149,10 +147,10 @@ def _require_within_budget(group: int, length: int, args: DynamicPlanArgs) -> No
 def plan_sequence_packing(
     lengths: Sequence[int], num_shards: int, args: PackingPlanArgs, allow_uneven: bool = False
 ) -> MicrobatchPlan:
-    """Plan packs of sequences, the same number for every shard, dealt out by cost.
+    """Plan packs of sequences, the same number for every shard.
 
-    The shards' k-th microbatches are of similar cost, and so are their sums. Every shard begins with its costliest. The
-    groups divide over the shards unless `allow_uneven`.
+    The shards' k-th packs have similar costs, and so have whole shards. Every shard begins with its costliest pack. The
+    number of groups must be a multiple of `num_shards` unless `allow_uneven`.
     """
     num_groups = _num_groups(len(lengths), 1 if allow_uneven else num_shards, args.group_size)
     members = [_members(group, args.group_size) for group in range(num_groups)]
@@ -189,7 +187,7 @@ def require_within_width(lengths: Sequence[int], width: int) -> None:
     """Raise ValueError if a length is negative or exceeds the batch's `width`."""
     for index, length in enumerate(lengths):
         if not 0 <= length <= width:
-            raise ValueError(f"sequence {index} has length {length}, and the batch is {width} tokens wide.")
+            raise ValueError(f"sequence {index} has length {length}, but the batch is {width} tokens wide.")
 
 
 def _num_groups(num_sequences: int, num_shards: int, group_size: int) -> int:

@@ -1,7 +1,7 @@
 """Plan which data-parallel rank owns which sequences of a global batch, and how its sequences form microbatches.
 
-Every sequence has one owner, which computes its logprobs and values and trains on it. The plan follows from the lengths
-of all sequences alone, so that it is the same on all ranks. Each rank plans only for its own block of ranks.
+Every sequence has one owner, which computes its logprobs and values and trains on it. All ranks know the length of
+every sequence and the rank that produced it, so their plans agree. Each rank plans only for its own block of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Ownership:
 
     Attributes:
         owners: [B] The data-parallel rank that owns each sequence.
-        steps: The plan of each optimizer step on this rank; empty if a step is planned when it is taken.
+        steps: The plan of each optimizer step on this rank; empty if `plan_step` plans each step later.
     """
 
     owners: np.ndarray
@@ -40,14 +40,14 @@ class Ownership:
 
 @dataclass(frozen=True)
 class OwnershipPlanner:
-    """Plans the ownership of a global batch of which only lengths are known.
+    """A planner of the ownership of a global batch, from the lengths of its sequences.
 
     Attributes:
         lengths: [B] The tokens of each sequence.
         width: The columns of the global batch.
-        group_size: Sequences in a row that stay together in a microbatch.
-        groups: [B] A number for each sequence, the same for neighbours that one rank must own, such as the sequences of
-            a trajectory. They may be in different microbatches. None: only those of a `group_size` stay together.
+        group_size: The number of consecutive sequences that stay together in a microbatch.
+        groups: [B] A number for each sequence. Consecutive sequences with the same number, such as those of a
+            trajectory, have the same owner, but perhaps different microbatches. None: groups of `group_size`.
     """
 
     lengths: np.ndarray
@@ -61,13 +61,13 @@ class OwnershipPlanner:
 
     @property
     def plans_microbatches(self) -> bool:
-        """Return whether ownership follows from a plan of microbatches, as it does for sequences without `groups`."""
+        """Return whether ownership follows from a plan of microbatches: without `groups`, or on a single rank."""
         return self.groups is None or self.blocks.num_ranks == 1
 
     def assign_blocks(self, start: int, stop: int, homes: np.ndarray, block: int, gather: GatherMoves) -> np.ndarray:
-        """Return the block of each sequence from `start` to `stop - 1`, which are those of one optimizer step.
+        """Return the block of each sequence of one optimizer step, from `start` to `stop - 1`.
 
-        The arguments are those of the function `assign_blocks`, but `homes` is that of each sequence.
+        `homes` is for each sequence of the global batch. See the function `assign_blocks` for the other arguments.
         """
         if len(self.blocks) == 1:
             return np.zeros(stop - start, dtype=np.int64)
@@ -83,12 +83,13 @@ class OwnershipPlanner:
         return np.repeat(assigned, np.diff(np.r_[first, stop - start]))
 
     def plan_block(self, numbers: np.ndarray, num_ranks: int) -> tuple[np.ndarray, list[RankMicrobatches]]:
-        """Return (the rank within the block of each of its sequences, the microbatches of each of these ranks).
+        """Return (each sequence's rank within the block, the microbatches of each of these ranks).
 
-        `numbers` are those of the block's sequences of one optimizer step, in order. The block has `num_ranks` ranks.
+        `numbers` are those of the block's sequences of one optimizer step, in order. Microbatches need
+        `plans_microbatches`.
         """
         if not self.plans_microbatches:
-            groups = self.groups[numbers]  # pyright: ignore[reportOptionalSubscript]  # there are groups then
+            groups = self.groups[numbers]  # pyright: ignore[reportOptionalSubscript]  # `groups` is not None here
             first = (
                 np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]]) if len(groups) else np.zeros(0, dtype=np.int64)
             )
@@ -120,7 +121,7 @@ class OwnershipPlanner:
         return costs
 
     def check_longest(self) -> None:
-        """Raise ConfigError if a group alone exceeds `batching.tokens`: on all ranks, so that no block continues."""
+        """Raise ConfigError on all ranks if a group alone exceeds `batching.tokens`, whichever block has the group."""
         size = self.group_size
         tokens = self.lengths[: len(self.lengths) // size * size]
         if size > 1:
@@ -134,9 +135,9 @@ class OwnershipPlanner:
 def build_rank_microbatches(
     planned: LengthPlan, numbers: Sequence[int], lengths: Sequence[int], layout: SequenceLayout
 ) -> list[RankMicrobatches]:
-    """Return the microbatches of each rank, with `PADDING` in place of padding sequences.
+    """Return the microbatches of each rank, with `PADDING` for each padding sequence.
 
-    `numbers` and `lengths` are the number in the global batch and the tokens of each planned sequence.
+    `numbers` and `lengths` are the numbers in the global batch and the lengths of the planned sequences.
     """
     numbers = [*numbers, *[PADDING] * (len(planned.lengths) - len(numbers))]
     ranks = []
@@ -153,7 +154,7 @@ def build_rank_microbatches(
 def plan_ownership(
     planner: OwnershipPlanner, sizes: Sequence[int], homes: np.ndarray, rank: int, ranks: RankReduction
 ) -> Ownership:
-    """Return who owns which sequences. Collective if there are several blocks.
+    """Return the owner of each sequence. Collective if there are several blocks.
 
     Args:
         planner: The planner of the global batch.
@@ -169,9 +170,9 @@ def plan_ownership(
     blocks = planner.blocks
     block = blocks.find_block(rank)
     members = blocks.ranks(block)
-    local = np.zeros(len(planner.lengths), dtype=np.uint8)  # the rank within the block, of this block's sequences
+    local = np.zeros(len(planner.lengths), dtype=np.uint8)  # of this block's sequences: the rank within the block
     assigned = np.zeros(len(planner.lengths), dtype=np.uint16)
-    planned: list[list[RankMicrobatches]] = []  # of each step, the members' microbatches
+    planned: list[list[RankMicrobatches]] = []  # for each step, the microbatches of the block's ranks
     ends = np.cumsum([0, *sizes]).tolist()
     for start, stop in pairwise(ends):
         assigned[start:stop] = planner.assign_blocks(
@@ -203,7 +204,7 @@ def plan_ownership(
 def agree_on_counts(
     steps: Sequence[RankMicrobatches], group_size: int, ranks: RankReduction
 ) -> list[tuple[RankMicrobatches, float]]:
-    """Return this rank's microbatches of each step, as many as on every rank, and the efficiency of all. Collective."""
+    """Return each step's (microbatches of this rank, efficiency of all ranks), with equal counts. Collective."""
     most = ranks.max(torch.tensor([len(step.sequences) for step in steps])).tolist()
     steps = [step.extend(count, group_size) for step, count in zip(steps, most, strict=True)]
     totals = ranks.sum(torch.tensor([[step.tokens, step.slots] for step in steps])).tolist()
@@ -221,7 +222,7 @@ def _gather_moves(moves: np.ndarray, members: range, rank: int, ranks: RankReduc
 
 
 def _sum_over_ranks(local: np.ndarray, ranks: RankReduction) -> np.ndarray:
-    """Return the sum over all ranks. Only the first rank of each block has numbers that are not 0."""
+    """Return the sum over all ranks. Only the first rank of each block passes nonzero numbers."""
     total = torch.from_numpy(local).to(ranks.device)
     dist.all_reduce(total, group=ranks.group)
     return total.cpu().numpy()

@@ -25,8 +25,8 @@ def pack_sequences(
     """Split the sequences over packs so that the lengths of each pack add up to at most `capacity`.
 
     Args:
-        lengths: Tokens of each sequence, already rounded up to whatever multiple each must have inside a pack.
-        capacity: Tokens a pack holds.
+        lengths: The padded length of each sequence inside a pack.
+        capacity: The maximum number of tokens in a pack.
         algorithm: A key of `ALGORITHMS`.
 
     Returns:
@@ -42,7 +42,7 @@ def pack_sequences(
 
 
 def require_fitting(lengths: Sequence[int], capacity: int) -> None:
-    """Raise ValueError unless a pack of `capacity` ≥ 1 tokens holds each of the sequences."""
+    """Raise ValueError unless `capacity` is at least 1 and all lengths are from 0 to `capacity`."""
     if not capacity >= 1:
         raise ValueError(f"a pack holds {capacity} tokens: its capacity must be at least 1.")
     for index, length in enumerate(lengths):
@@ -50,13 +50,13 @@ def require_fitting(lengths: Sequence[int], capacity: int) -> None:
             raise ValueError(f"sequence {index} has length {length}: lengths must not be negative.")
         if length > capacity:
             raise ValueError(
-                f"sequence {index} has {length} tokens and a pack holds {capacity}: raise max_tokens_per_microbatch "
+                f"sequence {index} has {length} tokens, but a pack holds {capacity}: raise max_tokens_per_microbatch "
                 f"to at least {max(lengths)} or shorten the sequences."
             )
 
 
 def split_packs(packs: Packs, lengths: Sequence[int], num_packs: int) -> Packs:
-    """Split the heaviest packs in two until there are `num_packs`, so that every rank gets the same number of them."""
+    """Split the packs with the most tokens in two until there are `num_packs`, a multiple of the number of ranks."""
     num_sequences = sum(map(len, packs))
     if num_sequences < num_packs:
         raise ValueError(
@@ -65,7 +65,7 @@ def split_packs(packs: Packs, lengths: Sequence[int], num_packs: int) -> Packs:
         )
 
     def heaviest_first(pack: list[int]) -> tuple[bool, int, list[int]]:
-        return len(pack) == 1, -sum(lengths[index] for index in pack), pack  # a pack of one cannot be split: last
+        return len(pack) == 1, -sum(lengths[index] for index in pack), pack  # a pack of one cannot be split
 
     heap = [heaviest_first(pack) for pack in packs]
     heapq.heapify(heap)
@@ -76,7 +76,7 @@ def split_packs(packs: Packs, lengths: Sequence[int], num_packs: int) -> Packs:
 
 
 def _halve(pack: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return two packs of nearly equal weight: each sequence, longest first, joins the lighter one."""
+    """Return two packs with nearly equal tokens: each sequence, longest first, joins the pack with fewer."""
     first: list[int] = []
     second: list[int] = []
     weights = [0, 0]
@@ -111,7 +111,7 @@ def _first_fit(indices: Sequence[int], lengths: Sequence[int], capacity: int) ->
 
 
 def concatenative(lengths: Sequence[int], capacity: int) -> Packs:
-    """Return packs of neighbours; a new one starts if the next sequence does not fit. The order is kept."""
+    """Return packs of consecutive sequences; a new pack starts if the next sequence does not fit."""
     packs: Packs = []
     space = -1
     for index, length in enumerate(lengths):
@@ -124,9 +124,9 @@ def concatenative(lengths: Sequence[int], capacity: int) -> Packs:
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
-    """Return packs filled longest first, each sequence into the first pack with space for it.
+    """Add each sequence, longest first, to the first pack with space for it, and return the packs.
 
-    There are at most 11/9 of the least number of packs, plus one.
+    The number of packs is at most 11/9 of the minimum, plus one.
     """
     return _first_fit(_sort_longest_first(range(len(lengths)), lengths), lengths, capacity)
 
@@ -134,14 +134,14 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
 def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
     """Return packs as first fit decreasing does, but fill those of long sequences first.
 
-    There are at most 71/60 of the least number of packs, plus one.
+    The number of packs is at most 71/60 of the minimum, plus one.
 
     Sequences are long (> 1/2 of the capacity), medium (> 1/3), small (> 1/6) or tiny. Every long one opens a pack.
-      1. From the fullest of these packs on, each takes the longest medium that fits.
-      2. From the emptiest on, each pack without a medium takes the shortest small and the longest small beside it,
-         if two fit at all.
-      3. From the fullest on, each takes the longest of whatever fits, until nothing does.
-      4. The rest: first fit decreasing.
+      1. From the fullest pack to the emptiest, add the longest medium sequence that fits.
+      2. From the emptiest to the fullest, if the two shortest small sequences fit in a pack without a medium one, add
+         the shortest small sequence and then the longest small one that fits.
+      3. From the fullest to the emptiest, add the longest remaining sequence that fits, until none does.
+      4. Pack the rest by first fit decreasing.
 
     Source: Johnson and Garey, "A 71/60 theorem for bin packing", Journal of Complexity 1 (1985).
     """

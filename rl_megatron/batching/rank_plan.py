@@ -1,7 +1,7 @@
 """Plan the microbatches of several ranks at once, from the lengths of their sequences.
 
-All ranks need the same number of microbatches, or some would wait forever, and these should be of similar cost. So
-every rank makes the same plan for all ranks that share the sequences.
+All ranks need the same number of microbatches, because their collectives would hang otherwise, and microbatches should
+have similar costs. So every rank makes the same plan for all ranks that share the sequences.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class RankPlan:
 
     Attributes:
         microbatches: In the order in which they run.
-        efficiency: Tokens of the global batch per token slot that the model computes, over all ranks. The zero-weight
-            microbatches that an interleaved pipeline may add are not counted.
+        efficiency: The share of computed tokens that are not padding, over all ranks, without the zero-weight
+            microbatches that an interleaved pipeline may add.
     """
 
     microbatches: list[Microbatch]
@@ -44,13 +44,13 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class LengthPlan:
-    """A plan of sequences of which only the lengths are known.
+    """A plan of microbatches from the lengths of sequences alone.
 
     Attributes:
-        lengths: Tokens of each sequence, at least 1. Those of padding sequences follow.
+        lengths: Tokens of each sequence, at least 1, followed by those of padding sequences.
         plan: Which sequences form which microbatch of which shard.
-        tokens: Tokens of all sequences.
-        slots: Token slots that the model computes for them.
+        tokens: Tokens of all sequences, without padding.
+        slots: Tokens that the model computes, padding included.
     """
 
     lengths: list[int]
@@ -60,7 +60,7 @@ class LengthPlan:
 
     @property
     def efficiency(self) -> float:
-        """Return the tokens per token slot that the model computes."""
+        """Return the share of computed tokens that are not padding."""
         return self.tokens / self.slots
 
 
@@ -75,8 +75,8 @@ def plan_lengths(
 ) -> LengthPlan:
     """Return the microbatches of sequences on `num_shards` data-parallel ranks.
 
-    `width` is the columns of the batch that the sequences are in. `group_size` sequences stay together, in order: 2 for
-    preference pairs. `cost` balances packs. ConfigError is raised if a group alone exceeds `batching.tokens`.
+    `width` is the padded length of the batch. `group_size` sequences stay together, in order: 2 for preference pairs.
+    `cost` balances packs. ConfigError is raised if a group alone exceeds `batching.tokens`.
     """
     num_sequences = len(lengths)
     if not num_sequences:
@@ -135,12 +135,12 @@ def _describe(value: object) -> str:
 
 
 def sequence_lengths(batch: Mapping[str, Tensor]) -> list[int]:
-    """Return the tokens of each sequence: its `input_lengths`, or all of its width.
+    """Return the length of each sequence: its `input_lengths`, or the batch's width if there is no such key.
 
     Raises:
         KeyError: The batch has no `input_ids`.
         ValueError: There is no sequence or no token, a shape or dtype does not fit, a length does not fit the width, or
-            a token that counts lies past the end of its sequence.
+            `token_mask` is set past the end of a sequence.
     """
     ids = require_key(batch, "input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype is torch.bool:

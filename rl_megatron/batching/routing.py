@@ -13,11 +13,11 @@ ROUTED_EXPERTS = "routed_experts"
 """The key [B, S, L, k] int16 of a batch: the experts of each token in each of the model's L layers."""
 
 UNKNOWN_EXPERT = -1
-"""It replaces the experts of a token that were not recorded, such as those of a sequence's last token."""
+"""The expert index of tokens whose experts were not recorded, such as a sequence's last token."""
 
 
 def check_routed_experts(batch: Mapping[str, Tensor], model: ModelConfig) -> None:
-    """Raise ConfigError if the recorded experts of a batch do not fit its tokens and the model, which has experts."""
+    """Raise ConfigError if a batch's recorded experts do not fit its tokens or the mixture-of-experts `model`."""
     experts = batch[ROUTED_EXPERTS]
     wanted = (*batch["input_ids"].shape, model.num_layers, model.experts_per_token)
     if tuple(experts.shape) != wanted:

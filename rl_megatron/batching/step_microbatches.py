@@ -22,20 +22,20 @@ def plan_step(
     group_size: int = 1,
     cost: SequenceCost = SequenceCost(),
 ) -> StepPlan:
-    """Return the microbatches of some sequences of a batch. Collective over the ranks that share it.
+    """Return the plan of one optimizer step of a batch. Collective over the ranks that share the batch.
 
-    All ranks have the same number of microbatches. If every rank has the whole batch, each plans for all of them.
-    Otherwise the sequences are with their owners. The plan that the ownership follows from is used if it is for the
-    same sequences; or every rank packs its own sequences, and all agree on the number.
+    All ranks have the same number of microbatches. If the batch is whole, each rank plans for all ranks. Otherwise a
+    plan in `batch.steps` for the same sequences is used. If there is none, each rank packs the sequences that it owns,
+    and all ranks agree on the number of microbatches.
 
     Args:
-        batch: The batch, whole or with sequences that are with their owners.
+        batch: The batch, whole or after `Batch.move_to_owners`.
         start: The number of the first sequence in the global batch.
         stop: The number after the last sequence.
         batching: How sequences form microbatches.
         layout: The layout, whose data-parallel ranks compute the batch.
         data_rank: This data-parallel rank.
-        group_size: Sequences in a row that stay together, such as preference pairs. All of a group have the same owner.
+        group_size: The number of consecutive sequences that stay together: 2 for preference pairs. They have one owner.
         cost: The cost of a sequence, by which packs are balanced.
 
     Raises:

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from rl_megatron.data.batch import common_size
 
-TRAJECTORY = "trajectory"  # the key of batches with the number of the trajectory that a sequence belongs to
+TRAJECTORY = "trajectory"  # the key of batches with each sequence's trajectory number
 
 
 class TrajectoryIndex:
     """The sequences of a batch by trajectory. Sequences of one trajectory follow each other.
 
     Attributes:
-        owner: The number of the trajectory of each sequence, [B] int64, from 0 without a gap.
+        owner: The trajectory number of each sequence, [B] int64, from 0 without a gap.
         num_trajectories: The number N of trajectories.
     """
 
@@ -61,11 +61,11 @@ class TrajectoryIndex:
         return torch.zeros(self.num_trajectories, dtype=values.dtype).index_add_(0, self.owner, values)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return the value of its trajectory for each sequence: [N, …] becomes [B, …]."""
+        """Return, for each sequence, the value of its trajectory: [N, …] becomes [B, …]."""
         return values if self.all_alone else values[self.owner]
 
     def join(self, values: Tensor) -> Tensor:
-        """Return the sequences of each trajectory as one, padded with zeros: [B, S] becomes [N, K·S]."""
+        """Return each trajectory's sequences as one: [B, S] becomes [N, K·S], padded to K sequences with zeros."""
         if self.all_alone:
             return values
         width = values.shape[1]
@@ -80,7 +80,7 @@ class TrajectoryIndex:
         return values.view(self.num_trajectories, self._most, -1)[self.owner, self._number_within()]
 
     def step_sizes(self, num_trajectories: int) -> list[int] | None:
-        """Return the sequences of each optimizer step of that many trajectories; None if each is one sequence."""
+        """Return the sequences in each step of `num_trajectories` trajectories; None if each is one sequence."""
         return None if self.all_alone else torch.bincount(self.owner // num_trajectories).tolist()
 
     def _number_within(self) -> Tensor:

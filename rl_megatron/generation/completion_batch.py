@@ -30,8 +30,8 @@ def check_requests(requests: Iterable[Request], max_sequence_length: int, vocab_
     """Check that the prompts and their completions fit the model.
 
     Raises:
-        ConfigError: A prompt is empty or has a token that the vocabulary does not have, or prompt and `max_new_tokens`
-            together exceed `max_sequence_length`.
+        ConfigError: A prompt is empty or has a token outside the vocabulary, or prompt and `max_new_tokens` together
+            exceed `max_sequence_length`.
     """
     longest, new = 0, 0
     for request in requests:
@@ -41,7 +41,7 @@ def check_requests(requests: Iterable[Request], max_sequence_length: int, vocab_
         if lowest < 0 or highest >= vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise ConfigError(
-                f"a prompt has the token id {wrong}, and the vocabulary has 0 … {vocab_size - 1}; encode prompts with "
+                f"a prompt has the token id {wrong}, but the vocabulary is 0 … {vocab_size - 1}; encode prompts with "
                 "the model's tokenizer"
             )
         if len(request.prompt) + request.sampling.max_new_tokens > longest + new:
@@ -69,11 +69,11 @@ def generate(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling
         - `prompt_lengths` [B], and `input_lengths` [B] with the completion, its stop token included;
         - `token_mask` [B, S] fp32: 1 on sampled tokens; `sample_mask` [B] fp32: ones;
         - `generation_logprobs` [B, S] fp32: log softmax(logits/temperature) of token t at entry t, *before* top-k and
-          top-p, at temperature 1 if sampling is greedy; 0 off the completion;
+          top-p, at temperature 1 if sampling is greedy; 0 outside the completion;
         - `temperature` [B]: the temperature of these logprobs; `top_k` [B] int64 and `top_p` [B] fp32, as in
           `sampling`;
         - `token_weight_versions` [B, S] int64: the version of the policy's weights that generated token t at entry t;
-          -1 off the completion;
+          -1 outside the completion;
         - `weight_version` [B] int64: the oldest of these versions;
         - `stopped` [B] bool: whether a stop token or stop string ended the sequence;
         - `routed_experts` [B, S, L, k] int16, if `generation.router_replay` is on: the experts of token t in each of L
@@ -97,12 +97,12 @@ def generate(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """A sequence with the completions in it.
+    """A sequence and the completions in it.
 
     Attributes:
         ids: All token ids.
-        completions: The index of the first token of each completion, in order, with the completion. Tokens between
-            completions are not sampled.
+        completions: (index of the first token, completion) of each completion, in order. Tokens between completions are
+            not sampled.
         sampling: How the completions were sampled.
     """
 
@@ -119,12 +119,12 @@ class SampledSequence:
 def make_completion_batch(sequences: Sequence[SampledSequence]) -> BatchedDataDict:
     """Return sequences with their completions as a batch with the keys of `generate`, on the CPU.
 
-    `stopped` is that of the last completion of a sequence.
+    `stopped` is for the last completion of each sequence.
 
     Raises:
         ValueError: There is no sequence.
         NonFiniteLoss: The logits of a sequence were NaN.
-        EngineFailed: The routed experts of a completion are not those of its tokens.
+        EngineFailed: The routed experts of a completion do not fit its tokens.
     """
     if not sequences:
         raise ValueError("a batch of completions needs at least one prompt, got none")
@@ -172,7 +172,7 @@ def make_completion_batch(sequences: Sequence[SampledSequence]) -> BatchedDataDi
 def _gather_experts(sequences: Sequence[SampledSequence], width: int) -> Tensor | None:
     """Return the experts of every token, [B, width, layers, k] int16, or None if no completion has any.
 
-    The tokens from one completion to the next have the experts with which the model read them for the latter.
+    The tokens between two completions have the experts that were recorded with the second completion.
     """
     recorded = (completion.routed_experts for one in sequences for _, completion in one.completions)
     first = next((experts for experts in recorded if experts is not None), None)
@@ -184,7 +184,7 @@ def _gather_experts(sequences: Sequence[SampledSequence], width: int) -> Tensor 
         for start, completion in sequence.completions:
             chosen, end = completion.routed_experts, start + len(completion.ids) - 1
             if chosen is None and completion.reason == "abort":
-                continue  # it was aborted before the model had read it
+                continue  # it was aborted before the model read its prompt
             if chosen is None or tuple(chosen.shape) != (end, *first.shape[1:]):
                 shape = None if chosen is None else tuple(chosen.shape)
                 raise EngineFailed(

@@ -13,19 +13,19 @@ from rl_megatron import disk
 from rl_megatron.config.errors import ConfigError
 
 SETTINGS_SUFFIX = ".settings.json"
-# Completions that are generated together and then written. Their random numbers depend on it.
+# The number of completions that are generated together and then written. Random numbers depend on it.
 COMPLETIONS_PER_BLOCK = 1024
 _BYTES_READ = 1 << 20
 
 
 class CompletionsFile:
-    """The lines of completions that were written, one for each, in order, and the settings that they depend on.
+    """A file with one line for each completion, in order, and a second file with the settings of the completions.
 
-    The settings lie beside the file, so that a command with other settings does not continue it.
+    A command with other settings does not continue the file.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, object]):
-        """Keep the path, and everything that the completions depend on, as JSON values."""
+        """Keep the path, and the settings on which the completions depend, as JSON values."""
         self.path = path
         self.settings_path = path.with_name(path.name + SETTINGS_SUFFIX)
         self._settings = json.loads(json.dumps(settings))
@@ -73,7 +73,7 @@ class CompletionsFile:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the complete lines of the file."""
-        with self.path.open(encoding="utf-8", newline="\n") as file:  # a text may have other ends of lines
+        with self.path.open(encoding="utf-8", newline="\n") as file:  # a text may contain other line separators
             return [json.loads(line) for line in file]
 
     def close(self) -> None:

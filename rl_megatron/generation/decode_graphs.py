@@ -1,4 +1,4 @@
-"""Decoding steps in CUDA graphs: the host starts a step's thousand kernels with one call, instead of one by one."""
+"""Decoding steps in CUDA graphs: the host launches a step's thousand kernels with one call, instead of one by one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Graph(Protocol):
     """A step that was recorded."""
 
     def replay(self) -> None:
-        """Do what the step did, on the same tensors."""
+        """Run the step again, on the same tensors."""
         ...
 
 
@@ -40,7 +40,7 @@ class CudaRecorder:
         self._latest: Graph | None = None
 
     def __call__(self, step: Callable[[], None]) -> Graph:
-        """Return the graph of a step, which is not run."""
+        """Return the graph of a step without running the step."""
         graph, stream = torch.cuda.CUDAGraph(), self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -54,14 +54,14 @@ class CudaRecorder:
                 raise
             self._end(graph)
         torch.cuda.current_stream().wait_stream(stream)
-        self._latest = graph  # torch refuses to capture in shared memory whose graphs were all deleted
+        self._latest = graph  # torch refuses to capture into a memory pool whose graphs were all deleted
         return graph
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             graph.capture_end()
         except RuntimeError:
-            # If a capture fails, torch before 2.12 still allocates for it. Then `torch.cuda.empty_cache` raises.
+            # After a failed capture, torch before 2.12 still allocates for it, so `torch.cuda.empty_cache` raises.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             raise
@@ -70,9 +70,9 @@ class CudaRecorder:
 class DecodeGraphs:
     """The graphs of a decoder's steps.
 
-    A graph reads and writes the memory that its step used. So all are dropped if a tensor that outlives the step has
-    moved. A step runs once before it is recorded: the first call compiles or loads some kernels, which a capture does
-    not allow.
+    A graph reads and writes the memory that its step used. So all graphs are dropped if a tensor that outlives the step
+    has moved in memory. A step runs once before it is recorded, because the first call compiles or loads some kernels,
+    which a capture does not allow.
     """
 
     def __init__(self, record: Callable[[Callable[[], None]], Graph], most_graphs: int = _MOST_GRAPHS):
@@ -81,7 +81,7 @@ class DecodeGraphs:
         Args:
             record: Returns the graph of a step without running it. If it raises RuntimeError, no later step is
                 recorded.
-            most_graphs: The number of graphs that are kept; the least recently used one is dropped.
+            most_graphs: The maximum number of graphs; beyond it, the least recently used one is dropped.
         """
         self._record: Callable[[Callable[[], None]], Graph] | None = record
         self._most_graphs = most_graphs
@@ -96,9 +96,9 @@ class DecodeGraphs:
             self._addresses = addresses
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
-        """Run a step, or replay its graph. A step changes nothing on the host, and does not wait for the device.
+        """Run a step, or replay its graph. A step must not change anything on the host, or wait for the device.
 
-        The key has all that the step depends on besides the tensors of `follow`.
+        The key has everything on which the step depends, except the tensors of `follow`.
         """
         if self._record is None or key not in self._graphs:
             step()
@@ -116,7 +116,7 @@ class DecodeGraphs:
             return record(step)
         except RuntimeError as error:
             self._record = None
-            self._graphs.clear()  # the step may have lacked their memory
+            self._graphs.clear()  # the step may have failed for lack of the memory that they take
             log.once(f"decoding runs without CUDA graphs, because a step cannot be captured: {error}")
             return None
 

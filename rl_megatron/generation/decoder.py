@@ -22,8 +22,8 @@ _WIDTH_STEP = 32  # widths of the cache are multiples of it, so that many steps 
 # is cheap compared with reading the weights.
 _CAPTURED_WIDTH_STEP = 256
 _BATCH_STEP = 8  # the same for the number of slots on a GPU, where unused slots cost little
-PROMPT_TOKENS = {"cpu": 2048, "cuda": 16384}  # read in one pass at most, padding included, unless one prompt is longer
-_REFILL_SHARE = 16  # prompts are read once this part of the slots is free: reading few at a time is slow
+PROMPT_TOKENS = {"cpu": 2048, "cuda": 16384}  # maximum per pass with padding, unless one prompt is longer
+_REFILL_SHARE = 16  # prompts are read once 1/16 of the slots is free, because reading few at a time is slow
 
 
 class _State(NamedTuple):
@@ -36,8 +36,8 @@ class _State(NamedTuple):
 class Decoder:
     """Running and waiting sequences of one model replica. It owns the cache and the state of the running ones.
 
-    All ranks of the replica make the same calls. With expert parallelism, so do all ranks that share experts, because
-    they compute each other's tokens: a rank that has nothing to do passes a single token.
+    All ranks of the replica make the same calls. With expert parallelism, all expert-parallel ranks do, because they
+    compute each other's tokens: an idle rank runs one dummy token.
     """
 
     def __init__(
@@ -45,20 +45,20 @@ class Decoder:
     ):
         """Begin without sequences; at most `max_slots` will run at the same time.
 
-        After every `steps_per_check` steps it looks for ended sequences, which waits for the device. None means 8 on a
-        GPU and 1 on a CPU.
+        The decoder looks for ended sequences only after every `steps_per_check` steps, because it waits for the device
+        then. None means 8 on a GPU and 1 on a CPU.
         """
         self.replica, self.max_slots, self.device = replica, max_slots, replica.device
         self._steps_per_check = steps_per_check or (8 if replica.device.type == "cuda" else 1)
         self.graphs = graphs
         self.slots = Slots.empty(1, self.device)
-        self.cache = replica.make_cache(2, _WIDTH_STEP)  # the last slot is never read
+        self.cache = replica.make_cache(2, _WIDTH_STEP)  # the last slot, for dummy tokens, is never read
         self.waiting: list[PartialCompletion] = []
         self.running: list[PartialCompletion] = []  # by slot
-        self._num_cached: list[int] = []  # cached tokens of each slot, at most
+        self._num_cached: list[int] = []  # an upper bound of the cached tokens of each slot
         self._num_searched: list[int] = []  # tokens of each slot that have been searched for stop strings
         self._by_sampling: list[tuple[Sampling, slice | Tensor]] | None = None
-        self._steps_left = 0  # until the next look for ended sequences
+        self._steps_left = 0  # until the next check for ended sequences
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -68,7 +68,7 @@ class Decoder:
             yield
 
     def add(self, sequences: Sequence[PartialCompletion]) -> None:
-        """Let sequences wait for a slot, after those that wait already."""
+        """Append sequences to those that wait for a slot."""
         self.waiting += sequences
 
     def advance(self) -> list[Completion] | None:
@@ -77,7 +77,7 @@ class Decoder:
         Returns:
             The completions that ended, or None if there was nothing to do.
         """
-        if not self._steps_left or not self.replica.shares_experts:  # to agree, ranks wait for the device
+        if not self._steps_left or not self.replica.shares_experts:  # `agree` waits for the device
             free = self.max_slots - len(self.running)
             refills = bool(self.waiting) and free >= min(len(self.waiting), -(-self.max_slots // _REFILL_SHARE))
             refills, decodes = self.replica.agree(refills, bool(self.running))
@@ -92,7 +92,7 @@ class Decoder:
         return [] if self._steps_left else self._remove_ended()
 
     def abort(self, request_ids: Set[str]) -> list[Completion]:
-        """End these sequences now, and return what they have."""
+        """End these sequences now, and return their completions so far."""
         ended = [sequence for sequence in self.waiting if sequence.request.request_id in request_ids]
         self.waiting = [sequence for sequence in self.waiting if sequence.request.request_id not in request_ids]
         slots = [slot for slot, sequence in enumerate(self.running) if sequence.request.request_id in request_ids]
@@ -103,7 +103,7 @@ class Decoder:
         return [sequence.complete("abort") for sequence in ended]
 
     def evict(self) -> tuple[list[Completion], list[PartialCompletion]]:
-        """Return the completions that ended, and all other sequences with what they have, and forget all of them."""
+        """Remove all sequences; return the completions that ended, and the other sequences with their tokens so far."""
         ended, slots = self._remove_ended(), list(range(len(self.running)))
         if slots:
             self._read_out(slots, [state.num_tokens for state in self._read_states()])
@@ -112,14 +112,14 @@ class Decoder:
         return ended, sequences
 
     def sum_shares(self) -> float:
-        """Sum the shares of their possible tokens that the running sequences have."""
+        """Sum, over the running sequences, the generated tokens as a share of the most that may be generated."""
         count = len(self.running)
         return float((self.slots.generated[:count] / self.slots.limit[:count]).sum())
 
     # --- prompts ---
 
     def _take(self, free: int) -> list[PartialCompletion]:
-        """Return the next waiting sequences: as many as there are slots, and as a pass may read tokens.
+        """Remove and return the next waiting sequences, at most as many as slots are free and as one pass may read.
 
         Sequences of similar lengths are read together, because all are padded to the longest. Equal prompts are read
         once.
@@ -151,7 +151,7 @@ class Decoder:
         slots = list(range(first, first + len(texts)))
         if not any(texts):
             if slots:
-                self.cache.clear(send(torch.tensor(slots), self.device))  # states of sequences that had these slots
+                self.cache.clear(send(torch.tensor(slots), self.device))  # states of earlier sequences in these slots
             if not self.replica.shares_experts:
                 self._follow_tensors()
                 return
@@ -183,18 +183,18 @@ class Decoder:
     # --- tokens ---
 
     def _decode(self) -> None:
-        """Generate one token of every running sequence. Nothing waits for the device."""
+        """Generate one token of every running sequence, without waiting for the device."""
         count, samplings = self._choose_batch_size(), self._group_by_sampling()
         step = _WIDTH_STEP if self.graphs is None else _CAPTURED_WIDTH_STEP
         width = min(self._round_up(max(self._num_cached, default=0) + 1, step, 4), self.cache.capacity)
-        if self.graphs is None or len(samplings) > 1:  # of several, each has a tensor of slots
+        if self.graphs is None or len(samplings) > 1:  # several samplings have new tensors of slots
             self._step(count, width)
         else:
             self.graphs.run((count, width, samplings[0][0]), partial(self._step, count, width))
         self._num_cached = [cached + 1 for cached in self._num_cached]
 
     def _step(self, count: int, width: int) -> None:
-        """Generate a token of each of the first slots, and read `width` columns. Only the device's state changes."""
+        """Generate a token in each of the first `count` slots, reading `width` columns. The host keeps its state."""
         positions = self.slots.position[:count]
         slots = torch.arange(count, device=self.device)
         self.cache.write_tokens(slots, positions, width)
@@ -209,14 +209,14 @@ class Decoder:
     def _round_up(self, number: int, step: int, most: int) -> int:
         """Round a number up to a multiple of a step.
 
-        If steps are captured, there are at most `most` (2 or 4) results from a power of 2 to the next.
+        If steps are captured, there are at most `most` (2 or 4) results between two powers of 2, to need few graphs.
         """
         if self.graphs is not None:
             step = max(step, 1 << max(0, number.bit_length() - most.bit_length()))
         return -(-number // step) * step
 
     def _follow_tensors(self) -> None:
-        """Let graphs be captured again if a step's tensors have moved."""
+        """Drop the graphs if a step's tensors have moved in memory."""
         if self.graphs is not None:
             self.graphs.follow([*self.slots.tensors(), *self.cache.tensors(), *self.replica.tensors()])
 
@@ -233,7 +233,7 @@ class Decoder:
         return drawn[0].long(), drawn[1]
 
     def _group_by_sampling(self) -> list[tuple[Sampling, slice | Tensor]]:
-        """Return the different ways in which running sequences are sampled, and the slots of each."""
+        """Return the different sampling settings of running sequences, and the slots of each."""
         if self._by_sampling is None:
             by_settings: dict[tuple[float, int, float], list[int]] = {}
             for slot, sequence in enumerate(self.running):
@@ -263,9 +263,9 @@ class Decoder:
         return completions
 
     def _read_states(self) -> list[_State]:
-        """Return the state of each running sequence. It waits for the device once.
+        """Return the state of each running sequence, waiting for the device once.
 
-        A sequence with a stop string counts only the tokens up to its end.
+        If a sequence has a stop string, `num_tokens` counts the tokens up to the end of that string.
         """
         count = len(self.running)
         columns = [~self.slots.running[:count], self.slots.stopped[:count], self.slots.generated[:count]]
@@ -320,7 +320,7 @@ class Decoder:
             self.running[slot].routed_experts = chosen[: len(self.running[slot].all_ids) - 1].clone()
 
     def _vacate(self, slots: list[int]) -> list[PartialCompletion]:
-        """Return the sequences of these slots (ascending), and move the last ones into the slots that become free."""
+        """Remove and return the sequences of these slots (ascending), and fill the slots with the last sequences."""
         removed = [self.running[slot] for slot in slots]
         count = len(self.running) - len(slots)
         vacated = set(slots)

@@ -13,15 +13,14 @@ _SECONDS_BETWEEN = 0.25  # because counting the ended sequences waits for the de
 class DecodingProgress:
     """The progress of one call that generates sequences, batch by batch. It owns the number that were generated.
 
-    A running sequence counts as the share of its possible tokens that it has, so that the number also grows within a
-    batch. On a rank where nobody watches (`log.watch_progress`), shares are not computed, because that waits for the
-    device.
+    A running sequence counts in part (see `Decoder.sum_shares`), so that the number also grows within a batch. On a
+    rank without a watcher (`log.watch_progress`), these parts are not computed, because that waits for the device.
     """
 
     def __init__(self, total: int, share: int = 1, clock: Callable[[], float] = time.monotonic):
-        """Begin at none of the `total` sequences of all ranks.
+        """Begin with 0 of the `total` sequences of all ranks.
 
-        `share` is the number of ranks that generate them in equal parts. This rank's count stands for all.
+        `share` is the number of ranks that generate equal parts. The total progress is estimated from this rank's.
         """
         self._total, self._share, self._clock = total, share, clock
         self._ended, self._next = 0, clock()
@@ -29,7 +28,7 @@ class DecodingProgress:
     def update(self, ended: int, shares: Callable[[], float], running: int) -> None:
         """Report how many sequences have ended and are running, unless there was a report just before.
 
-        `shares` returns the sum of the shares of their possible tokens that the running ones have.
+        `shares` returns the part of the running sequences that is generated; see `Decoder.sum_shares`.
         """
         if self._clock() >= self._next:
             self._report(int(ended + shares()) if log.has_watcher() else ended, f"{running} running")

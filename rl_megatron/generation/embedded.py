@@ -71,7 +71,7 @@ class EmbeddedEngine:
         return [by_id[request.request_id] for request in requests]
 
     def _scatter(self, requests: Sequence[Request]) -> tuple[Sequence[Request], int]:
-        """Return this replica's share of the requests that rank 0 has, and the number of all of them. Collective."""
+        """Return this replica's share of rank 0's requests, and the number of all requests. Collective."""
         topology, groups = self.policy.topology, self.policy.topology.groups
         if topology.world_size == 1:
             return requests, len(requests)
@@ -133,7 +133,7 @@ class EmbeddedReplica:
         if model.num_experts is not None:
             return "a step of a model with experts waits for the GPU"
         if model.full_attention_every is not None:
-            return "layers with the gated delta rule have not been tried with them"
+            return "they have not been tried with the gated delta rule"
         return None
 
     def tensors(self) -> Iterator[Tensor]:
@@ -173,7 +173,7 @@ class EmbeddedReplica:
         return self.model_pass(tokens[:, None], angles, wants_logits=True)
 
     def gather_stages(self, experts: Tensor) -> Tensor:
-        """Sum the experts over the stages, each of which has zeros in the layers of others; the result is int16."""
+        """Sum the experts over pipeline stages, which have zeros in the layers of other stages; return int16."""
         if self.topology.pipeline > 1:
             experts = experts.int()  # gloo and NCCL cannot sum int16
             dist.all_reduce(experts, group=self.topology.groups.pp)
@@ -183,7 +183,7 @@ class EmbeddedReplica:
         return sample(logits, uniforms, sampling, self.topology.groups.tp, self.policy.vocab_size)
 
     def share(self, drawn: Tensor) -> None:
-        """Give every pipeline stage what the last stage has in `drawn`."""
+        """Broadcast `drawn` from the last pipeline stage to all stages."""
         if self.topology.pipeline > 1:
             dist.broadcast(drawn, src=self.topology.last_stage_rank, group=self.topology.groups.pp)
 
@@ -200,7 +200,7 @@ class ModelPass:
         self._angles = torch.empty(0)
 
     def get_angles(self, num_positions: int) -> Tensor:
-        """Return the RoPE angles of the first positions, [num_positions, 1, 1 or 2, D]. The table is made once."""
+        """Return the RoPE angles of the first positions, [num_positions, 1, 1 or 2, D]. The table grows if needed."""
         if len(self._angles) < num_positions:
             self._angles = cast(RotaryEmbedding, self.models[0].rotary_pos_emb).get_emb(num_positions)
         return self._angles[:num_positions]
@@ -209,8 +209,8 @@ class ModelPass:
         """Compute all stages for tokens [b, s], with RoPE angles [s, 1 or b, 1 or 2, D], one stage after the other.
 
         Returns:
-            Vocab-parallel logits [b, V/tp] after the last column on the last stage, and None elsewhere. They are also
-            None if only the caches are needed (`wants_logits`).
+            Vocab-parallel logits [b, V/tp] after the last column, on the last stage. None on other stages, and if
+            `wants_logits` is False because only the caches are needed.
         """
         ranks = dist.get_process_group_ranks(self.topology.groups.pp)
         previous = ranks[(self.topology.pipeline_rank - 1) % self.topology.pipeline]

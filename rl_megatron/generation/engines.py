@@ -29,7 +29,7 @@ def build_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Path) -
 
 
 def check_engine(stage: StageConfig, vocab_size: int) -> None:
-    """Raise ConfigError, which names the key, if the stage's rollout engine cannot serve it."""
+    """Raise ConfigError, which names the key, if the stage's rollout engine cannot serve the stage."""
     ENGINES[stage.generation.engine].check(stage, vocab_size)
 
 

@@ -1,4 +1,4 @@
-"""Define what every rollout engine takes and returns."""
+"""Define the interface of rollout engines: requests, completions and `RolloutEngine`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Sampling:
     """The settings with which completions are sampled.
 
     Attributes:
-        max_new_tokens: Tokens of a completion, at most.
+        max_new_tokens: The maximum number of tokens in a completion.
         temperature: Logits are divided by it; 0 is greedy decoding.
         top_k: Sample from this number of most likely tokens; 0 is off. It applies before `top_p`.
-        top_p: Sample from the fewest tokens with this probability together; 1 is off.
+        top_p: Sample from the fewest most likely tokens whose probabilities sum to at least this; 1 is off.
         stop_ids: Token ids that end a completion. They are part of it.
-        stop_strings: Texts that end a completion, which includes them; None if there are none. An engine declares
-            that it obeys them when it is registered.
+        stop_strings: Texts that end a completion and are part of it; None if there are none. Only engines registered
+            with `stops_at_strings` obey them.
 
     Raises:
         ValueError: A number is out of its range. The message names it.
@@ -61,10 +61,10 @@ def _is_whole(value: object, least: int) -> bool:
 
 @dataclass(frozen=True)
 class Served:
-    """The identity of the copy of the policy's weights that an engine serves. Equal values are the same copy.
+    """The identity of the copy of the policy's weights that an engine serves. Equal values mean the same copy.
 
     Attributes:
-        version: The policy's `weight_version` when it was copied; None if the engine uses the policy's own weights.
+        version: The policy's `weight_version` when they were copied; None if the engine uses the policy's own weights.
         start: How often the engine's processes have been started, so that restarted processes differ from earlier ones.
     """
 
@@ -77,7 +77,7 @@ class EngineFailed(RunFailed):
 
 
 class EngineLost(EngineFailed):
-    """A process of the engine has ended, with the requests that it had. `sync` starts it again."""
+    """A process of the engine has ended, and its requests are lost. `sync` starts it again."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Request:
     """A prompt to complete.
 
     Attributes:
-        request_id: Names the request. No two requests that an engine has at the same time share it.
+        request_id: The name of the request, unique among the requests that an engine has at the same time.
         prompt: Token ids, at least one.
         sampling: How the completion is sampled.
         seed: The only source of the request's random numbers.
@@ -103,8 +103,8 @@ class WeightSpan:
 
     Attributes:
         version: The policy's `weight_version`.
-        start: The number of the first token, from 0 on.
-        end: The number of the last token plus 1.
+        start: The index of the first token in the completion.
+        end: The index of the last token plus 1.
     """
 
     version: int
@@ -114,14 +114,14 @@ class WeightSpan:
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to a request, or the part of it that an aborted request has.
+    """The answer to a request, or the part of it that was generated before the request was aborted.
 
     Attributes:
-        request_id: The request's.
+        request_id: The id of the request.
         ids: Token ids, the stop token included. Only an aborted request may have none.
-        logprobs: The logprob of each token: that of log softmax(logits/temperature), before top-k and top-p, at
-            temperature 1 if sampling is greedy; NaN if the logits were NaN.
-        versions: The versions of the weights, in order. Together they span all tokens.
+        logprobs: The logprob of each token, log softmax(logits/temperature), before top-k and top-p, at temperature 1
+            if sampling is greedy; NaN if the logits were NaN.
+        versions: The spans of the versions of the weights, in order. Together they cover all tokens.
         reason: "stop" after a stop token or stop string, "length" after `max_new_tokens`, "abort" otherwise.
         routed_experts: The experts of each token that the model read, [prompt and completion − 1, layers, k] int16 on
             the CPU; None if they were not recorded. Layers without experts have any value.
@@ -135,7 +135,7 @@ class Completion:
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes with an array: torch would send a tensor to another process as a shared file."""
+        """Return the attributes with experts as an array, because torch would pickle a tensor as a shared file."""
         experts = self.routed_experts
         return self.__dict__ | {"routed_experts": None if experts is None else experts.numpy()}
 
@@ -162,13 +162,15 @@ class Completion:
 class RolloutEngine(Protocol):
     """An engine that generates completions with a policy's weights.
 
-    Every rank of the policy calls these methods at the same time. An engine may have two more:
+    Every rank of the policy calls these methods at the same time. An engine may have two more methods:
 
-    - `async submit(request)`, if it runs beside the policy, returns the completion of one request. The engine completes
-      it together with all others that it has, with whatever weights it serves meanwhile. Only rank 0 calls it, at any
-      time and on any asyncio loop. If the task that awaits it is cancelled, the engine ends the request. It raises
-      `EngineLost` if the request may be repeated after the next `sync`. Asynchronous training needs this method.
-    - `sleep()`, if it shares devices with the policy, releases their memory until the next `sync`. Every rank calls it.
+    - `async submit(request)`, if the engine runs beside the policy, returns the completion of one request. The engine
+      completes it together with its other requests, with the weights that it serves at each token. Only rank 0 calls
+      it, at any time and on any asyncio loop. If the task that awaits it is cancelled, the engine aborts the request.
+      It raises `EngineLost` if the request may be repeated after the next `sync`. Asynchronous training needs this
+      method.
+    - `sleep()`, if the engine shares devices with the policy, releases its memory until the next `sync`. Every rank
+      calls it.
       `served` is None afterwards.
     """
 
@@ -178,14 +180,13 @@ class RolloutEngine(Protocol):
         ...
 
     def sync(self) -> dict[str, float]:
-        """Make the engine serve the policy's current weights, and drop all that it computed with older ones.
+        """Make the engine serve the policy's current weights, and drop everything that it computed with older ones.
 
         It does nothing if the engine serves them already.
 
         Returns:
-            The metrics of the last weight sync, if there was one since the last call. `complete` may need one as well.
-            They are `refit_bytes`, `refit_seconds`, `refit_gb_per_s` and the seconds of each phase, for reports only,
-            while `served` tells what the engine serves.
+            The metrics of the last weight sync, if there was one since the last call, perhaps in `complete`:
+            `refit_bytes`, `refit_seconds`, `refit_gb_per_s` and the seconds of each phase.
 
         Raises:
             WeightsRefused: The weights that arrived are not those that were sent. The engine then serves nothing.
@@ -195,8 +196,8 @@ class RolloutEngine(Protocol):
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete requests together, with the policy's current weights, and return the completions in their order.
 
-        Rank 0 gives the requests and gets the completions. Other ranks give none and get none, so that they hold
-        nothing that grows with the number of requests.
+        Rank 0 passes the requests and gets the completions. Other ranks pass none and get none, so their memory does
+        not grow with the number of requests.
 
         Raises:
             ConfigError: On every rank, if a prompt is empty, or too long for its `max_new_tokens`.

@@ -17,8 +17,8 @@ from rl_megatron.generation.slot_cache import SlotCache
 from rl_megatron.model.layers.attention import attend, get_sliding_window
 from rl_megatron.model.layers.gated_delta import DeltaCore
 
-# Sequence parallelism cannot split a single token. Transformer Engine's fused RoPE has the same positions for all
-# sequences of a batch, but here each has its own.
+# Sequence parallelism cannot split a single token. Transformer Engine's fused RoPE uses the same positions for all
+# sequences of a batch, but positions differ in a decoding step.
 _SWITCHED_OFF = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings", "apply_rope_fusion")
 
 
@@ -47,7 +47,8 @@ class KVCache(SlotCache):
     def keep_experts(self, layer: int, experts: Tensor) -> None:
         """Keep the experts [tokens, k] that a layer of the current forward pass chose.
 
-        `layer` counts from 0 over the whole model. All first tokens of the sequences come before all second ones.
+        `layer` is the index in the whole model. `experts` has the first tokens of all sequences, then the second ones,
+        etc.
         """
         if self.experts is None:
             raise RuntimeError("the cache was made without `routing`, so it keeps no experts")
@@ -68,7 +69,7 @@ class CachedAttention(torch.nn.Module):
     def __init__(self, cache: KVCache, config: TransformerConfig, layer_number: int, sinks: Tensor | None):
         super().__init__()
         self.sinks = None if sinks is None else sinks.detach()  # it shares the memory of the model's parameter
-        # The cache owns this module. With a reference back, its memory would wait for Python's garbage collector.
+        # The cache owns this module. A strong reference back would keep its memory until a garbage collection.
         self.cache, self.softmax_scale = weakref.proxy(cache), config.softmax_scale
         self.layer_number, self.window = layer_number, get_sliding_window(config, layer_number)
 
@@ -88,7 +89,7 @@ class CachedDelta(torch.nn.Module):
 
     def __init__(self, cache: KVCache, core: DeltaCore, layer_number: int):
         super().__init__()
-        self.__dict__["core"] = core  # not a part of this module, so that its parameters have no second name
+        self.__dict__["core"] = core  # not a submodule, so that its parameters have no second name
         self.cache, self.layer_number = weakref.proxy(cache), layer_number
 
     def forward(self, mixed: Tensor, **_: object) -> Tensor:
@@ -105,7 +106,7 @@ class CachedDelta(torch.nn.Module):
 def caching(models: Sequence[GPTModel], cache: KVCache) -> Iterator[None]:
     """Replace each layer's core attention by a caching one, within the context, whatever the backend.
 
-    Sequence parallelism and fused RoPE, which single tokens do not support, are switched off. Nothing else changes.
+    Sequence parallelism and fused RoPE, which do not support single tokens, are switched off. Nothing else changes.
     """
     originals = [(attention, attention.core_attention) for attention in cache.replaced]
     # megatron-core can switch sequence parallelism off too, but it finds modules by the `id` of their model, which a

@@ -31,7 +31,7 @@ class EngineKind:
         build: Builds the engine for a stage's policy. The third argument is the run's directory.
         check: Raises ConfigError, before the first step, if the engine cannot serve a stage. Its arguments are the
             stage and the number of tokens of its tokenizer.
-        launcher: Checks that a node without ranks can start the servers of a stage, and returns how to do it; its
+        launcher: Checks that a node without ranks can start the servers of a stage, and returns the launcher. Its
             arguments are those of `check`. None for an engine without servers.
     """
 
@@ -56,8 +56,8 @@ def register_engine(
 
     Args:
         name: The value of `generation.engine` that chooses it.
-        runs_in_processes: Whether the keys of engines in processes of their own (`generation.num_engines`,
-            `generation.refit`, …) have an effect on it.
+        runs_in_processes: Whether it runs in separate processes, so that `generation.num_engines`, `generation.refit`
+            and similar keys have an effect.
         stops_at_strings: Whether it ends completions at `Sampling.stop_strings`, the texts of
             `generation.stop_strings`.
         records_routing: Whether its completions have `routed_experts` if `generation.router_replay` is on.

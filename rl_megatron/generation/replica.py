@@ -1,4 +1,4 @@
-"""`Replica`, which the decoder needs of a model: a cache with slots, and forward passes that read and write it."""
+"""`Replica`: the decoder's interface to a model: a cache with slots, and forward passes that read and write it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Replica(Protocol):
         ...
 
     def gather_stages(self, experts: Tensor) -> Tensor:
-        """Return experts [slots, layers, capacity, k] of this rank's cache with those of other stages, int16."""
+        """Return this rank's experts [slots, layers, capacity, k] completed with those of other stages, int16."""
         ...
 
     def sample(self, logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -69,5 +69,5 @@ class Replica(Protocol):
         ...
 
     def share(self, drawn: Tensor) -> None:
-        """Give every stage what the last stage has in `drawn`."""
+        """Broadcast `drawn` from the last pipeline stage to all stages."""
         ...

@@ -1,4 +1,4 @@
-"""Requests: their random numbers, and their way to a completion."""
+"""Requests: their seeds, their random numbers, and the partial completion of each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_requests(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: in
 def draw_uniforms(requests: Sequence[Request], num_tokens: int) -> Tensor:
     """Draw the random numbers that decide the first tokens of each request, [requests, num_tokens] fp64 in [0, 1).
 
-    Each number depends on the request's seed and the number of the token alone: not on the engine, the batch, the order
+    Each number depends on the request's seed and the index of the token alone: not on the engine, the batch, the order
     of requests, or how many tokens are asked for.
     """
     seeds = np.array([request.seed & _BITS for request in requests], dtype=np.uint64)

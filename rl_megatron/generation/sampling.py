@@ -28,11 +28,11 @@ def sample(
         uniforms: [B] in [0, 1), equal on all ranks.
         sampling: How tokens are sampled.
         tp_group: The tensor-parallel ranks; None if the logits are whole.
-        valid_vocab_size: Token ids from here on are padding and never sampled.
+        valid_vocab_size: Token ids from this one on are padding and never sampled.
 
     Returns:
-        Token ids [B] and their logprobs [B] fp32, equal on all ranks. A logprob is that of the whole distribution at
-        the temperature, before top-k and top-p.
+        Token ids [B] and their logprobs [B] fp32, equal on all ranks. A logprob is from the whole distribution at the
+        temperature, before top-k and top-p.
     """
     start = _rank(tp_group) * logits.size(-1)
     # A shard that is all padding keeps one column, whose score is −inf.
@@ -78,7 +78,7 @@ def _sum_blocks(weights: Tensor) -> Tensor:
 
 
 def _choose_best(scores: Tensor, start: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the lowest id among the best, so that ties break alike under every sharding.
+    """Return the lowest id with the best score, so that ties break alike under every sharding.
 
     If scores are NaN, none is the best, and the id is 0. The logprob is then NaN, which ends the run.
     """
@@ -96,7 +96,7 @@ def _invert(weights: Tensor, blocks: Tensor, uniforms: Tensor, start: int, group
 
     Args:
         weights: [B, V/tp] fp32, ≥ 0.
-        blocks: Their `_sum_blocks`.
+        blocks: `_sum_blocks` of the weights.
         uniforms: [B] fp64.
         start: This rank's first id.
         group: The ranks that share the vocabulary.
@@ -121,9 +121,9 @@ def _invert(weights: Tensor, blocks: Tensor, uniforms: Tensor, start: int, group
 
 
 def _find_first_above(cumulated: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """Return the first index at which `cumulated` exceeds `target`, or the last that has weight if there is none, [B].
+    """Return [B]: the first index at which `cumulated` exceeds `target`, or else the last index with a weight above 0.
 
-    Both tensors are [B, n]; 0 is the result if nothing has weight.
+    `cumulated` and `weights` are [B, n]. If all weights are 0, the result is 0.
     """
     index = (cumulated <= target[:, None]).sum(-1)
     last = (weights > 0).long().mul(torch.arange(weights.size(-1), device=weights.device)).amax(-1)

@@ -18,7 +18,7 @@ class SlotCache:
     experts to which the routers of this rank's layers sent the tokens.
 
     The token at position p of a slot's sequence is in column p. `write_prompts` or `write_tokens` must be called before
-    each forward pass to determine where it writes. Subclasses connect a model's layers with it.
+    each forward pass to determine where it writes. Subclasses connect a model's layers with the cache.
     """
 
     def __init__(self, num_slots: int, capacity: int, device: torch.device, routing: tuple[int, int] | None = None):
@@ -26,7 +26,7 @@ class SlotCache:
 
         Args:
             num_slots: The number of slots.
-            capacity: The tokens of a slot.
+            capacity: The number of tokens in a slot.
             device: The device of the routed experts; keys and values are where the model computes them.
             routing: The layers of the whole model and the experts per token, if routed experts are kept.
         """
@@ -42,11 +42,11 @@ class SlotCache:
         self._masks: dict[int | None, Tensor | None] = {}
 
     def write_prompts(self, slots: Tensor, sources: Tensor, lengths: Tensor) -> None:
-        """Let the next forward pass write the first columns of slots, and attend within itself.
+        """Make the next forward pass write the first columns of slots, without attention to cached columns.
 
         Args:
             slots: The slots, [b].
-            sources: The sequence of the pass that each slot gets, [b].
+            sources: The index of the sequence of the pass that each slot gets, [b].
             lengths: The tokens of each sequence of the pass, without padding.
         """
         self.slots, self.sources, self.positions, self.width = slots, sources, None, 0
@@ -54,7 +54,7 @@ class SlotCache:
         self._masks.clear()
 
     def write_tokens(self, slots: Tensor, positions: Tensor, width: int) -> None:
-        """Let the next forward pass write one token into each of the first n slots.
+        """Make the next forward pass write one token into each of the first n slots.
 
         Args:
             slots: 0 … n − 1, on the device.
@@ -65,7 +65,7 @@ class SlotCache:
         self._masks.clear()
 
     def keep(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keep the keys and values [b, G, s, D] of a layer's new tokens; a pass that reads tokens has s = 1."""
+        """Keep the keys and values [b, G, s, D] of a layer's new tokens; s = 1 in a decoding step."""
         if layer not in self._layers:
             self._layers[layer] = self._empty_like(key), self._empty_like(value)
         for cached, new in zip(self._layers[layer], (key, value), strict=True):
@@ -87,7 +87,7 @@ class SlotCache:
             sinks: [N], the score of each head's sink, or None.
         """
         keys, values = (cached[: len(query), :, : self.width] for cached in self._layers[layer])
-        # The heads that share a key attend as if they were several queries of one head, so no key is repeated.
+        # The heads that share a key attend like several queries of one head, so that keys are not repeated.
         queries, mask = query.unflatten(1, (keys.size(1), -1)), self.get_mask(1, window, query)
         if sinks is None:
             output = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
@@ -96,7 +96,7 @@ class SlotCache:
         return output.flatten(1, 2)
 
     def get_states(self, layer: int, num_sequences: int) -> DeltaStates | None:
-        """Return a layer's states before the pass of the first n slots, or None if all of them are 0."""
+        """Return the first slots' states of a layer before the pass, or None if all of them are 0."""
         if self.positions is None or layer not in self._delta_states:
             return None
         return DeltaStates(*(state[:num_sequences] for state in self._delta_states[layer]))
@@ -114,8 +114,8 @@ class SlotCache:
         """Return the mask of a layer with this window. It is made once for all layers of a forward pass.
 
         Returns:
-            The summand of each score, with the dtype of `like`: for prompts, [num_new, num_new], or None for plain
-            causal attention; for tokens, [n, 1, 1, width].
+            The bias that is added to the scores, with the dtype of `like`: for prompts, [num_new, num_new], or None for
+            plain causal attention; for tokens, [n, 1, 1, width].
         """
         if window not in self._masks:
             self._masks[window] = self._make_mask(num_new, window, like)
@@ -134,7 +134,7 @@ class SlotCache:
             tensor[targets] = tensor[sources]
 
     def clear(self, slots: Tensor) -> None:
-        """Set slots to 0. A NaN in a column that is not read would still reach its slot's next sequence."""
+        """Set slots to 0. A NaN in a masked column would otherwise reach the slot's next sequence."""
         for tensor in self.tensors():
             tensor[slots] = 0
 

@@ -1,4 +1,4 @@
-"""The state of running sequences on the device, one slot for each, and what every token does to it."""
+"""The state of running sequences on the device, one slot for each, and its update by every token."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NO_TOKEN = -1
 
 @dataclass
 class Slots:
-    """The running sequences. Each attribute has one entry for each slot; all ranks of a model replica have the same.
+    """The state of running sequences, one entry per slot in each attribute, the same on all ranks of a model replica.
 
     Attributes:
         next_token: The token that the model reads next, [slots].
         position: Its position, which is the number of cached tokens, [slots].
         generated: The number of tokens generated in this slot, [slots].
-        limit: The most tokens that may be generated in it, [slots].
+        limit: The maximum number of tokens to generate in this slot, [slots].
         stop_ids: The tokens that end the completion, [slots, k], padded with −1.
         uniforms: The random number of each token, [slots, tokens] fp64.
         tokens: The tokens generated in this slot, [slots, tokens].
@@ -66,7 +66,7 @@ class Slots:
         return [getattr(self, field.name) for field in fields(self)]
 
     def resize(self, num_slots: int, num_tokens: int, num_stops: int) -> None:
-        """Make more slots, or more columns of tokens and of stop ids, and keep what they hold."""
+        """Make more slots, or more columns of tokens and of stop ids, and keep their values."""
         widths = {"stop_ids": num_stops, "uniforms": num_tokens, "tokens": num_tokens, "logprobs": num_tokens}
         for field in fields(self):
             old: Tensor = getattr(self, field.name)
@@ -110,7 +110,7 @@ class Slots:
         return self.uniforms[:count].gather(1, column[:, None])[:, 0]
 
     def add(self, chosen: Tensor, logprobs: Tensor) -> None:
-        """Append a token to each running sequence of the first slots, [count]. Nothing waits for the device.
+        """Append a token, [count], to each running sequence of the first slots, without waiting for the device.
 
         A sequence also ends at a token whose logits were NaN.
         """

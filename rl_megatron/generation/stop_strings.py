@@ -8,17 +8,17 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer as Backend
 
-# Extra tokens before those that can hold a text: the first of them may be decoded to half a character or without its
-# space, and some tokens are decoded to nothing.
+# Extra tokens before the last ones, which may contain a text: the first token may be decoded to half a character or
+# without its space, and some tokens are decoded to nothing.
 _MARGIN = 8
 
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Texts that end a completion, and the tokenizer that decodes it. Engines in other processes get it pickled.
+    """Texts that end a completion, and the tokenizer that decodes it. They are pickled for engines in other processes.
 
-    A completion ends at the first token after which its text contains one of the texts. Special tokens are spelled in
-    the text, so that a text may span them.
+    A completion ends at the first token after which its text contains one of the texts. Special tokens are decoded too,
+    so that a stop string may contain them.
     """
 
     texts: tuple[str, ...]  # none is empty
@@ -30,7 +30,7 @@ class StopStrings:
         return any(text in decoded for text in self.texts)
 
     def ends(self, ids: Sequence[int]) -> bool:
-        """Return whether a completion contains one of the texts, which it did not without its last token."""
+        """Return whether the last token of a completion completes one of the texts."""
         tail = _backend(self.definition).decode(list(ids[-self._window :]), skip_special_tokens=False)
         return any(text in tail for text in self.texts) and self.appear_in(ids)
 

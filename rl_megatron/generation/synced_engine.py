@@ -116,7 +116,7 @@ class SyncedEngine:
     def _require_routing(self, has_routing: bool) -> None:
         if self._needs_routing and not has_routing:
             raise EngineFailed(
-                "no routed experts came with the completions, and generation.router_replay=true needs them; set "
+                "no routed experts came with the completions, but generation.router_replay=true needs them; set "
                 "router_replay=false, or use another engine"
             )
 

@@ -107,7 +107,7 @@ class Bucket:
         for spec, here, sent in zip(self.tensors, received.tolist(), self.fingerprints(buffer).tolist(), strict=True):
             if here != sent:
                 raise WeightsRefused(
-                    f"{spec.name} arrived altered: its fingerprint is {here:#x}, and it was sent with {sent:#x}"
+                    f"{spec.name} arrived altered: its fingerprint is {here:#x}, but it was sent with {sent:#x}"
                 )
 
 
@@ -162,9 +162,9 @@ def fingerprint(block: Tensor, offset: Sequence[int] = (0, 0)) -> Tensor:
     """Return the part of a tensor's fingerprint that comes from `block`, a scalar int64.
 
     Args:
-        block: A part of the tensor: [rows, columns], or [rows] for a vector. In a whole tensor of more dimensions, the
-            last one has the columns.
-        offset: The (row, column) of its first element in the whole tensor.
+        block: A part of the tensor: [rows, columns], or [rows] for a vector. A whole tensor may have more dimensions;
+            the columns are the last one.
+        offset: The (row, column) of the block's first element in the whole tensor.
     """
     numbers = block.detach().unsqueeze(-1) if block.dim() < 2 else block.detach().flatten(0, -2)
     numbers = numbers.view(torch.int8 if block.element_size() == 1 else torch.int16)
@@ -186,8 +186,8 @@ def fingerprint(block: Tensor, offset: Sequence[int] = (0, 0)) -> Tensor:
 def fingerprint_ones(shape: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
     """Return the fingerprint of a block of ones, [rows, columns] or [rows], a scalar int64.
 
-    If blocks cover each element of a tensor once, their fingerprints add up to that of the whole tensor. `offset` is
-    the (row, column) of the block's first element in the whole tensor.
+    The fingerprints of blocks that cover each element of a tensor once add up to that of a whole tensor of ones.
+    `offset` is the (row, column) of the block's first element in the whole tensor.
     """
     rows = hash_rows(offset[0], shape[0], device).sum(1)
     columns = hash_columns(offset[1], shape[1], device) if len(shape) > 1 else hash_columns(0, 1, device)
@@ -212,7 +212,7 @@ def _table_size(positions: int) -> int:
 def _hash_table(size: int, device: torch.device) -> Tensor:
     """Return [4, size] int64: u, w, v and v' of every position. Integers overflow, which is arithmetic modulo 2⁶⁴.
 
-    Tables are cached, because there are many small blocks, which need only a few different tables.
+    Tables are cached, because many small blocks need the same few tables.
     """
     mixed = torch.arange(1, size + 1, device=device) * _SPREAD  # starts at 1, because the hash of 0 would be 0
     mixed = (mixed ^ (mixed >> 29)) * _MIX

@@ -50,15 +50,15 @@ class _Block:
     source: Tensor
     offset: tuple[int, ...]  # the index of its first element in the Hugging Face tensor or its slab
     slab: Slab | None  # the part of a tensor of stacked experts to which the block belongs
-    adapters: Sequence[tuple[LinearAdapter, Part]] = ()  # those of its rows, with the part that they belong to
+    adapters: Sequence[tuple[LinearAdapter, Part]] = ()  # each to merge, and the rows' part of it
 
     @property
     def position(self) -> tuple[int, ...]:
-        """Return the index of the first element if the rows of all slabs are numbered one after the other."""
+        """Return the index of the block's first element if the rows of all slabs are numbered consecutively."""
         return (self.offset[0] + (0 if self.slab is None else self.slab.start), *self.offset[1:])
 
     def merge_adapters(self, dtype: torch.dtype) -> Tensor:
-        """Return the rows as engines get them, with all adapters merged."""
+        """Return the rows in the dtype that is sent, with all adapters merged."""
         rows = self.source
         for adapter, part in self.adapters:
             rows = adapter.merge_block(part, self.offset, rows)
@@ -75,7 +75,7 @@ class WeightExporter:
     """An object that fills buckets with a model's weights. It owns the plan and this rank's views of the parameters.
 
     Attributes:
-        plan: Which tensor comes in which bucket. It is the same on every rank and never changes.
+        plan: The tensors of each bucket. It is the same on every rank and never changes.
     """
 
     _merges_adapters = True
@@ -84,7 +84,7 @@ class WeightExporter:
         """Plan buckets of at most `max_bytes` of weights, and check that the ranks hold every weight once. Collective.
 
         Raises:
-            ConfigError: No family can express the model.
+            ConfigError: No Hugging Face family can express the model.
             RuntimeError: No rank or several ranks hold an element of a tensor. It is raised on every rank.
         """
         model.require_head("lm", "sending weights to an engine")
@@ -112,8 +112,8 @@ class WeightExporter:
     ) -> None:
         """Keep the plan and this rank's blocks of each tensor, and check that the ranks hold every tensor once.
 
-        `shapes` are those of the tensors as `_Block.position` numbers their elements. `unknown` are tensors that this
-        rank has and the plan lacks.
+        `shapes` has the tensors' shapes in the numbering of `_Block.position`. `unknown` lists tensors of this rank
+        that the plan lacks.
         """
         self._model, self.plan, self._blocks, self._device = model, plan, blocks, model.topology.device
         self.check_coverage(shapes, unknown)
@@ -152,10 +152,10 @@ class WeightExporter:
         return buffer
 
     def gather_buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yield each bucket with the buffer of its whole tensors, on every rank. It is valid until the next one.
+        """Yield (bucket, buffer with its whole tensors) on every rank. The buffer is valid until the next bucket.
 
-        Collective: it takes one all-reduce per bucket, or none if there is one rank. One bucket is in memory at a time.
-        WeightsRefused is raised if the bytes that arrived differ from those that were sent.
+        Collective: several ranks need one all-reduce per bucket. One bucket is in memory at a time. WeightsRefused is
+        raised if the bytes that arrived differ from those that were sent.
         """
         self._model.gather_parameters()
         buffer = self.allocate_buffer()
@@ -178,8 +178,8 @@ class WeightExporter:
     def check_coverage(self, shapes: Mapping[str, Shape], unknown: list[str]) -> None:
         """Check that every element of every tensor is held by exactly one block, and that the table knows every tensor.
 
-        A count of elements is not enough: if one element is held twice and another by no rank, the count is still
-        right. So each element also adds a hash of its position.
+        A count of elements would not notice that one element is held twice and another by no rank. So each element also
+        adds a hash of its position.
         """
 
         def count(shape: Sequence[int], offset: Sequence[int]) -> Tensor:
@@ -212,12 +212,12 @@ class BaseExporter(WeightExporter):
     _merges_adapters = False
 
     def __init__(self, model: ShardedModel, max_bytes: int = DEFAULT_BUCKET_BYTES):
-        with model.adapters_off():  # so that the blocks are those of the modules' originals
+        with model.adapters_off():  # so that the blocks are views of the original modules' weights
             super().__init__(model, max_bytes)
 
 
 class AdapterExporter(WeightExporter):
-    """An exporter of a model's adapters alone, under the names that peft gives their tensors in a file.
+    """An exporter of a model's adapters alone, under the tensor names of peft's files.
 
     The plan's `hf_config` is the content of adapter_config.json.
     """
@@ -226,7 +226,7 @@ class AdapterExporter(WeightExporter):
         """Plan the buckets of a model with adapters; see `WeightExporter`.
 
         Raises:
-            ConfigError: The model has adapters with several names, of which an engine takes one.
+            ConfigError: The model has adapters with several names; an engine takes only one.
         """
         assert model.lora is not None, "only a model with adapters has an exporter of them"
         refuse_several([model.lora, *model.frozen_adapters])
@@ -251,7 +251,7 @@ class AdapterExporter(WeightExporter):
 
 
 def digest_weights(model: ShardedModel, frozen_only: bool = False) -> str:
-    """Return a digest of all weights of a model, or of the frozen ones, in any layout the same. Collective."""
+    """Return a digest of a model's weights, or of the frozen ones, that is the same in any layout. Collective."""
     model.gather_parameters()
     topology = model.topology
     total = torch.zeros((), dtype=torch.int64, device=topology.device)
@@ -270,7 +270,7 @@ def _collect_blocks(
 ) -> tuple[list[str], dict[str, list[_Block]]]:
     """Return (tensors that the table lacks, this rank's blocks of each Hugging Face tensor).
 
-    If several ranks hold the same weights, only the first of them has these blocks.
+    If several ranks hold the same weights, only the first of these ranks gets blocks of them.
     """
     unknown: list[str] = []
     blocks: dict[str, list[_Block]] = {}
@@ -281,7 +281,7 @@ def _collect_blocks(
                 adapters.setdefault(f"{part.name}.weight", []).append((adapter, part))
     for piece in pieces(model_chunks):
         if parse_adapter(piece.name) is not None:
-            continue  # it is merged into the rows, or left out
+            continue  # an adapter is merged into the rows, or left out
         if not _is_known(piece, table):
             unknown.append(f"{piece.name} {list(piece.global_shape)}")
         elif piece.is_first_replica:

@@ -25,7 +25,7 @@ from rl_megatron.weight_sync.buckets import WeightsRefused
 _WORD = torch.int64.itemsize
 _DEVICE_ARGUMENT = 6  # the position of the sender's device number among the arguments of rebuild_cuda_tensor
 _PIDFD_GETFD = 438  # the number of the system call on all of Linux's usual architectures
-# A process does this to open GPU memory of expandable segments; here it opens a file instead of the memory.
+# The system call by which a process opens GPU memory of expandable segments, tried on an ordinary file.
 _GET_FILE = """
 import ctypes, os, sys
 call, process, file = map(int, sys.argv[1:])
@@ -37,8 +37,8 @@ sys.exit(0 if libc.syscall(call, os.pidfd_open(process), file, 0) >= 0 else os.s
 def check_gpu_memory_can_be_shared(refit: str) -> None:
     """Raise ConfigError if other processes cannot open this process's GPU memory, as `generation.refit=refit` needs.
 
-    With expandable segments, a process gets the memory's file from the process that owns it. Containers often forbid
-    that system call, and the engine would only fail at the first weights.
+    With expandable segments, engines open the memory by the system call pidfd_getfd. Containers often forbid it, and
+    without this check, the engine would fail only at the first weight sync.
     """
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" not in os.environ.get(variable, "").lower().replace(" ", ""):
@@ -74,7 +74,7 @@ class WeightHandle:
     device_uuid: str | None = None
 
     def to_json(self) -> dict[str, object]:
-        """Return the handle for a JSON body, in which a process gets it over HTTP."""
+        """Return the handle for the JSON body of an HTTP request."""
         fields = {"bucket_index": self.bucket_index, "num_words": self.num_words, "path": self.path}
         cuda = None if self.cuda is None else [_to_json(argument) for argument in self.cuda]
         return fields | {"cuda": cuda, "device_uuid": self.device_uuid}
@@ -85,7 +85,7 @@ class WeightHandle:
         return WeightHandle(handle["bucket_index"], handle["num_words"], handle["path"], cuda, handle["device_uuid"])
 
 
-# The arguments of rebuild_cuda_tensor are numbers, bytes, sizes, and these objects, since a buffer has one dtype.
+# The arguments of rebuild_cuda_tensor are numbers, bytes, sizes, and these objects (all buffers are int64).
 _OBJECTS: dict[str, type | torch.dtype] = {
     "Tensor": Tensor,
     "UntypedStorage": torch.UntypedStorage,
@@ -132,10 +132,10 @@ class SharedBuffer:
         self.words = torch.frombuffer(mmap.mmap(self._file, num_words * _WORD), dtype=torch.int64)
 
     def make_handle(self, bucket_index: int, num_words: int) -> WeightHandle:
-        """Return a handle to the first `num_words` words. A reader gets their values when it opens the handle."""
+        """Return a handle to the first `num_words` words. A reader sees the values at the time that it opens it."""
         if self._file is not None:
             return WeightHandle(bucket_index, num_words, path=f"/proc/{os.getpid()}/fd/{self._file}")
-        torch.cuda.current_stream(self.words.device).synchronize()  # writes are done before the buffer is read
+        torch.cuda.current_stream(self.words.device).synchronize()  # finish writes before others read
         _, arguments = reduce_tensor(self.words)
         return WeightHandle(bucket_index, num_words, cuda=arguments, device_uuid=get_device_key(self.words.device))
 
@@ -154,7 +154,7 @@ class SharedBuffer:
 
 @contextmanager
 def open_handle(handle: WeightHandle) -> Iterator[Tensor]:
-    """Open the sender's memory [num_words] int64 for reading. No reference to it may outlive the block.
+    """Open the sender's memory [num_words] int64 for reading. No reference to the memory may outlive the block.
 
     Raises:
         WeightsRefused: The sender has ended, or runs on another machine.
@@ -163,7 +163,7 @@ def open_handle(handle: WeightHandle) -> Iterator[Tensor]:
     try:
         yield words[: handle.num_words]
         if words.is_cuda:
-            torch.cuda.current_stream(words.device).synchronize()  # copies out of it are done
+            torch.cuda.current_stream(words.device).synchronize()  # complete the copies out of the memory
     finally:
         del words
 
@@ -188,7 +188,7 @@ def _open_on_cpu(handle: WeightHandle) -> Tensor:
 
 
 def _open_on_gpu(handle: WeightHandle, cuda: tuple[object, ...]) -> Tensor:
-    """Return the memory on the sender's GPU, by its uuid, because CUDA_VISIBLE_DEVICES may differ between processes."""
+    """Open the memory on the GPU with the sender's uuid, as CUDA_VISIBLE_DEVICES may differ between processes."""
     here = [
         i for i in range(torch.cuda.device_count()) if get_device_key(torch.device("cuda", i)) == handle.device_uuid
     ]

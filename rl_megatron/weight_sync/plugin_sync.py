@@ -1,6 +1,6 @@
 """Send weights to vLLM servers with our plugin (`weight_sync.vllm_plugin`): over a process group or in shared memory.
 
-Every worker of a server verifies what arrived, and reports it, before the server may serve the new version.
+Every worker of a server verifies the weights that arrived, and reports the result, before the server may serve them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PluginSync(abc.ABC):
     """A `ServerSync` to vLLM servers with our plugin. It owns the connection between the policy and the servers."""
 
     def __init__(self, sender: WeightSender, servers: WeightServers, bucket_bytes: int, timeout_seconds: float):
-        """Prepare; `connect` makes the connection. The timeout is that of joining a group, and of each collective."""
+        """Prepare; `connect` makes the connection. The timeout is for joining a group, and for each collective."""
         self._sender, self._servers = sender, servers
         self._bucket_bytes, self._timeout = bucket_bytes, timeout_seconds
 
@@ -38,7 +38,7 @@ class PluginSync(abc.ABC):
             self._servers.post("/finish_weight_update", to=active)
         init_info = {"protocol": PROTOCOL, "plan": self._sender.plan.to_json()}
         self._servers.post(_INTRODUCE, [{"init_info": init_info}] * self._servers.count)
-        self._check_reports()  # before ranks wait for workers that refuse the model
+        self._check_reports()  # fails before ranks wait for workers that refuse the model
         self._join(init_info)
         self._check_reports()
 
@@ -50,7 +50,7 @@ class PluginSync(abc.ABC):
         try:
             self._check_reports()
         except WeightsRefused:
-            self._servers.post("/finish_weight_update")  # they serve nothing, and take the next weights
+            self._servers.post("/finish_weight_update")  # the servers serve no weights until the next weight sync
             raise
         finish = {"weight_version": str(version)}
         self._servers.post("/finish_weight_update", [finish] * self._servers.count)
@@ -73,14 +73,14 @@ class PluginSync(abc.ABC):
 
     @abc.abstractmethod
     def _join(self, init_info: dict[str, Any]) -> None:
-        """Connect the servers with the policy. They have got `init_info`, these parts of the plugin's `InitInfo`."""
+        """Connect the servers with the policy. They have already got `init_info`, a part of the plugin's `InitInfo`."""
 
     @abc.abstractmethod
     def _transfer(self, version: int) -> None:
         """Send all buckets."""
 
     def _ask_for_reports(self) -> list[list[dict[str, Any]]]:
-        """Return the reports of the workers of every server, also of workers that refused or failed."""
+        """Return the reports of every server's workers, including workers that refused weights or failed."""
         try:
             answers = self._servers.post("/collective_rpc", [{"method": REPORT}] * self._servers.count)
         except ServerRefused as error:
@@ -88,7 +88,7 @@ class PluginSync(abc.ABC):
         return [answer["results"] for answer in answers]
 
     def _check_reports(self) -> list[list[dict[str, Any]]]:
-        """Return the reports of the workers of every server, none of which has failed.
+        """Return the reports of every server's workers, after checking that none has failed.
 
         Raises:
             WeightsRefused: A worker refused the weights, or its model differs from the policy's.
@@ -113,9 +113,9 @@ class PluginSync(abc.ABC):
 
 
 class SyncOverGroup(PluginSync):
-    """Send weights over a process group of the policy's ranks and all workers of all servers (gloo, or NCCL on GPUs).
+    """A sync over a process group of the policy's ranks and all workers of all servers (gloo, or NCCL on GPUs).
 
-    One all-reduce for each bucket gathers the shards of the policy's ranks and delivers them.
+    One all-reduce for each bucket gathers the shards of the policy's ranks and delivers them to the workers.
     """
 
     def close(self) -> None:
@@ -147,14 +147,14 @@ class SyncOverGroup(PluginSync):
 
 
 class SyncInSharedMemory(PluginSync):
-    """Send weights through memory of rank 0 that servers on the same machine open (CUDA IPC on GPUs)."""
+    """A sync through memory of rank 0 that servers on the same machine open (CUDA IPC on GPUs)."""
 
     def close(self) -> None:
         """Free the shared memory."""
         self._sender.release()
 
     def _join(self, init_info: dict[str, Any]) -> None:
-        pass  # servers open the memory whose handles they get
+        pass  # servers need no connection: they open the memory by the handles that `_transfer` sends
 
     def _transfer(self, version: int) -> None:
         for keys in self._sender.list_key_groups(self._bucket_bytes):
@@ -168,7 +168,7 @@ def confirm(servers: WeightServers, version: int) -> None:
     for server, answer in enumerate(servers.get("/weight_info")):
         if answer["weight_version"] != str(version):
             raise ServerRefused(
-                f"vLLM server {server} reports version {answer['weight_version']} of the weights, and version "
+                f"vLLM server {server} reports version {answer['weight_version']} of the weights, but version "
                 f"{version} was sent"
             )
     answers = servers.post("/reset_prefix_cache?reset_running_requests=true&reset_external=true")

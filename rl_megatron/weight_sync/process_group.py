@@ -51,7 +51,7 @@ class Handle(Protocol):
 
 
 class Transfer(Handle, Protocol):
-    """A collective that was started, for which one can wait a limited time."""
+    """A collective that was started, with a wait of limited time."""
 
     def is_over(self, seconds: float) -> bool:
         """Wait for at most `seconds`, and return whether the collective has succeeded or failed by then."""
@@ -84,14 +84,14 @@ class StandaloneGroup:
             world_size: The number of processes.
             device: The device of the tensors.
             timeout_seconds: The longest time for joining, and for each collective.
-            prefixes: The prefixes of the group's keys in the store, the first one in front. All members have the same.
+            prefixes: The prefixes of the group's keys in the store, outermost first; the same in all processes.
 
         Raises:
             CollectiveFailed: Not all processes joined within the timeout.
         """
         self.rank, self.world_size, self.device = rank, world_size, device
         self._timeout_seconds = timeout_seconds
-        self._who = f"rank {rank} of the {world_size} around {ip}:{port}"
+        self._who = f"rank {rank} of the {world_size} processes that meet at {ip}:{port}"
         timeout = timedelta(seconds=timeout_seconds)
         try:
             # The store is kept, because rank 0's store is the server for the other ranks' connections.
@@ -117,7 +117,7 @@ class StandaloneGroup:
             return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
 
     def all_reduce(self, tensor: Tensor) -> Handle:
-        """Start summing `tensor` over all ranks in place; it must not be used before the handle's `wait` returns.
+        """Start summing `tensor` over all ranks in place; do not use it before the handle's `wait` returns.
 
         Raises:
             CollectiveFailed: This process has left, or a peer did not complete a collective.
@@ -202,8 +202,9 @@ def _make_store(ip: str, port: int, rank: int, world_size: int, timeout: timedel
 def open_listening_socket(ip: str, port: int, backlog: int) -> socket.socket:
     """Open a socket that listens at one address.
 
-    It listens at all interfaces if the address is not one of this machine's, as in a container with forwarded ports, or
-    if it is the loopback address and the job has several nodes, which find this one by its name.
+    There are two exceptions, in which it listens at all interfaces. The address may belong to another machine, as in a
+    container with forwarded ports. Or it is the loopback address, and the job has several nodes, which reach this node
+    by its name.
     """
     family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
     try:
@@ -216,9 +217,9 @@ def open_listening_socket(ip: str, port: int, backlog: int) -> socket.socket:
 
 
 def find_free_address(hosts: Sequence[str] = ()) -> tuple[str, int]:
-    """Return an address at which servers can meet the policy's ranks: that of rank 0, with a free port.
+    """Return rank 0's address and a free port, at which servers can meet the policy's ranks.
 
-    `hosts` are those of servers that are not on the nodes of the ranks.
+    `hosts` are the hosts of servers that do not run on the ranks' nodes.
     """
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     others = [host for host in hosts if not is_loopback(host)]
@@ -230,7 +231,7 @@ def find_free_address(hosts: Sequence[str] = ()) -> tuple[str, int]:
 
 
 def _find_address_towards(host: str) -> str:
-    """Return the address of this machine at which another one reaches it; nothing is sent."""
+    """Return the address at which `host` reaches this machine; nothing is sent."""
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

@@ -18,7 +18,7 @@ from rl_megatron.weight_sync.process_group import Handle, StandaloneGroup
 
 
 class WeightSink(Protocol):
-    """The model of an engine, which takes weights."""
+    """The model of an engine, into which weights are loaded."""
 
     def check(self, plan: RefitPlan) -> None:
         """Check that the plan has the tensors of the engine's model, and no others.
@@ -31,7 +31,7 @@ class WeightSink(Protocol):
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy verified tensors, each with its Hugging Face name, into the model.
 
-        The memory of the tensors is used again after the call.
+        The memory of the tensors is reused after the call.
 
         Raises:
             WeightsRefused: The model cannot take a tensor.
@@ -72,7 +72,7 @@ class ParameterSink:
 
 
 class WeightReceiver:
-    """An object that verifies buckets and loads them into a sink. It owns the version of the weights that are there.
+    """An object that verifies buckets and loads them into a sink. It owns the version of the sink's weights.
 
     Attributes:
         version: The version of the weights in the sink. It is None before the first refit, during a refit, and after a
@@ -105,8 +105,8 @@ class WeightReceiver:
         """Verify a bucket, [≥ its num_words] int64, and load its tensors into the sink.
 
         Raises:
-            WeightsRefused: The bucket is unknown, has come already, is too short, or holds an altered tensor. The refit
-                has failed then, and a new one must begin.
+            WeightsRefused: The bucket is unknown, has arrived already, is too short, or holds an altered tensor. The
+                refit has then failed, and a new one must begin.
         """
         if self._pending is None:
             raise WeightsRefused("a bucket came outside a refit: the last refit was refused, or none has begun")
@@ -134,7 +134,7 @@ class WeightReceiver:
         """End the refit, and return the version that may be served from now on.
 
         Raises:
-            WeightsRefused: A tensor did not come. The message names the first.
+            WeightsRefused: A tensor did not arrive. The message names the first.
         """
         if self._pending is None:
             raise WeightsRefused("there is no refit to finish: the last refit was refused, or none has begun")

@@ -1,7 +1,7 @@
 """`WeightSender`: the trainer's side of a weight sync, over a process group that engines join or in shared memory.
 
 Both ways need one collective per bucket. Over a process group, one all-reduce gathers the shards of all ranks and
-delivers them to the engines. In shared memory, the trainer's ranks gather among themselves, and engines only read.
+delivers them to the engines. In shared memory, the trainer's ranks gather the shards, and engines only read.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ class WeightSender:
     """
 
     def __init__(self, model: ShardedModel, kind: type[WeightExporter] = WeightExporter):
-        """Prepare. The kind of exporter decides what is sent: whole weights, the base, or adapters."""
+        """Prepare. `kind` chooses the weights to send: all with adapters merged, the base, or the adapters."""
         self.timings = SyncTimings()
         self._model, self._kind = model, kind
         self._exporter: WeightExporter | None = None
-        self._frozen_adapters = model.frozen_adapters  # those that the exporter merges
+        self._frozen_adapters = model.frozen_adapters  # the adapters that the exporter merges
         self._max_bytes = DEFAULT_BUCKET_BYTES
         self._pending_group: PendingGroup | None = None
         self._shared: SharedBuffer | None = None
 
     def get_exporter(self, max_bytes: int | None = None) -> WeightExporter:
-        """Return the exporter. Collective if there is none yet, or if `max_bytes` or the model's adapters are new.
+        """Return the exporter. Collective if there is none yet, or if `max_bytes` or the model's adapters have changed.
 
         `max_bytes` limits the weights in a bucket. None keeps the current value.
         """
@@ -176,14 +176,14 @@ class WeightSender:
     def share(self, keys: list[str]) -> dict[str, WeightHandle]:
         """Gather one bucket into this rank's shared memory, replacing the previous one, and return its handle.
 
-        A process on this machine reads it with `weight_sync.ipc.open_handle`, and must have finished before the next
+        A process on this machine reads the bucket with `weight_sync.ipc.open_handle`, and must finish before the next
         bucket is shared. Collective.
 
         Args:
             keys: One of the lists that `list_key_groups` returned.
 
         Returns:
-            The handle by this rank's device: a GPU's uuid, or "cpu".
+            The handle, under the key of this rank's device: a GPU's uuid, or "cpu".
         """
         index, exporter = self._find_bucket(keys), self.get_exporter()
         self._model.gather_parameters()

@@ -1,7 +1,7 @@
 """`WeightServers`: the inference servers that take a policy's weights, as a weight sync sees them.
 
 A rollout engine gives rank 0 one `WeightServer` for each server. A `ServerSync` sends the weights, in one of several
-ways. It makes HTTP requests only through `WeightServers`, which tells every rank what the servers answered.
+ways. It makes HTTP requests only through `WeightServers`, which returns the servers' answers on every rank.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Pending(Protocol):
 
 
 class WeightServer(Protocol):
-    """A server as rank 0 reaches it."""
+    """The interface by which rank 0 makes requests to a server."""
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class WeightServer(Protocol):
     def request(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout_seconds: float | None = None
     ) -> Future[Any]:
-        """Start an HTTP request, and return the future of the decoded JSON answer, at once.
+        """Start an HTTP request, and return the future of the decoded JSON answer without waiting.
 
         The request is sent once and not repeated. It must not wait for other requests of this process.
 
@@ -78,8 +78,7 @@ class WeightServer(Protocol):
 class ServerSync(Protocol):
     """A way to send weights to servers. Every rank of the policy calls every method at the same time.
 
-    Each method raises its exception on every rank. After an exception, no server serves the new weights, and the
-    engine must not generate with any of them.
+    Each method raises its exception on every rank. After an exception, the engine must not generate with any server.
     """
 
     def connect(self) -> None:
@@ -96,7 +95,7 @@ class ServerSync(Protocol):
         """Send the policy's current weights, and return once every server has confirmed that it serves `version`.
 
         No server may generate meanwhile: the caller pauses the servers before, and resumes them afterwards. The servers
-        drop what they computed with older weights, the keys and values of unfinished requests included.
+        drop everything computed with older weights, including the keys and values of unfinished requests.
 
         Returns:
             The metrics of the weight sync (`refit_bytes`, `refit_seconds`, and those of each phase).
@@ -166,8 +165,8 @@ class WeightServers:
         Args:
             path: The path.
             bodies: The JSON body for each server; {} if None. Only rank 0's are used.
-            meanwhile: What all ranks do while the servers work on their answers.
-            to: Whether each server gets the request; None for all. The result has the answers of those that get it.
+            meanwhile: A function that all ranks call while the servers work on their answers.
+            to: For each server, whether it gets the request; None for all. The result has the answers of these servers.
 
         Raises:
             ServerDied: A server died or did not answer, or a collective in `meanwhile` failed.
@@ -182,12 +181,12 @@ class WeightServers:
     def meet(self, pending: Pending) -> None:
         """Wait, as `meanwhile` of a request, until an operation of this rank with the servers has succeeded.
 
-        It is usually a process group that the rank joins. Ranks exchange their states, so that none waits for a rank
+        The operation is usually joining a process group. Ranks exchange their states, so that none waits for a rank
         that cannot join, or for a server that failed.
 
         Raises:
-            CollectiveFailed: On every rank, if one cannot join, a server has answered with an error, or all servers
-                have answered and something is still missing.
+            CollectiveFailed: On every rank, if a rank cannot join, a server has answered with an error, or the
+                operation is still unfinished after all servers have answered.
         """
         joined: tuple[bool, ...] = (False,)
         answered_since: float | None = None
@@ -201,7 +200,7 @@ class WeightServers:
             if self._pending and all(future.done() for future in self._pending):
                 answered_since = answered_since or time.monotonic()
                 if not over and time.monotonic() - answered_since > self._seconds_after_a_break:
-                    failure = failure or "the servers have answered, and some of their workers did not join"
+                    failure = failure or "the servers have answered, but some of their workers did not join"
             states = self.ranks.gather((over, failure, self.has_failed()))
             failures = [failure for _, failure, _ in states if failure is not None]
             if any(server_failed for _, _, server_failed in states):
@@ -253,7 +252,7 @@ class WeightServers:
         return outcome.values
 
     def _find_outcome(self, path: str, deadline: float) -> _Outcome | None:
-        """Return the outcome once all servers have answered or one has died; None if that takes longer."""
+        """Return the outcome once all servers have answered or one has died; None if ranks should wait again."""
         until = min(deadline, time.monotonic() + min(_LONGEST_WAIT_SECONDS, self._timeout / 4))
         died = refused = None
         waiting = list(zip(self._recipients, self._pending, strict=True))

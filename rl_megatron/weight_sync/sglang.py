@@ -1,7 +1,7 @@
-"""Weight syncs into SGLang servers, over the endpoints that they have: buckets of bytes, broadcast in a torch group.
+"""Weight syncs to SGLang servers through SGLang's own endpoints: buckets of bytes, broadcast in a torch group.
 
-SGLang does not verify tensors that arrive. The policy's ranks verify their own before a bucket is sent. Afterwards
-SGLang's own checksums show which of its tensors have changed, and whether all servers have the same.
+SGLang does not verify tensors that arrive, so the policy's ranks verify a bucket before they send it. Afterwards,
+SGLang's checksums show which tensors of its model have changed, and whether all servers have the same weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SglangSync:
     """A `ServerSync` that broadcasts flattened buckets from rank 0 to all ranks of all servers."""
 
     def __init__(self, servers: WeightServers, weights: WeightSender, topology: Topology, timeout_seconds: float):
-        """Prepare; nothing is sent yet. The timeout is that of joining the group, and of each collective."""
+        """Prepare; nothing is sent yet. The timeout is for joining the group, and for each collective."""
         self._servers, self._weights, self._topology = servers, weights, topology
         self._timeout = timeout_seconds
         self._pending: PendingGroup | None = None  # on rank 0
@@ -72,8 +72,8 @@ class SglangSync:
     def send(self, version: int) -> dict[str, float]:
         """Send the policy's current weights; see `ServerSync.send`.
 
-        WeightsRefused is raised if a bucket differs from what the ranks have written, if a server did not take one of
-        its tensors, or if servers have different weights.
+        WeightsRefused is raised if a bucket differs from what the ranks have written, if a server did not load a
+        tensor, or if servers have different weights.
         """
         exporter = self._weights.get_exporter()
         self._weights.timings = timings = SyncTimings(exporter.plan.num_bytes)
@@ -108,10 +108,10 @@ class SglangSync:
             bodies = [{"group_name": _GROUP}] * self._servers.count
             self._servers.post("/destroy_weights_update_group", bodies)
         except ServerRefused:
-            pass  # it does not exist, which is usual
+            pass  # there is usually no such group
 
     def _begin(self) -> None:
-        """Open an update on every server, after closing one that failed before its end."""
+        """Open an update on every server, after closing one that an interrupted weight sync left open."""
         try:
             self._servers.post("/begin_weight_update")
         except ServerRefused as refusal:
@@ -121,7 +121,7 @@ class SglangSync:
             self._servers.post("/begin_weight_update")
 
     def _send_bucket(self, bucket: Bucket, buffer: Tensor, version: int | None) -> None:
-        """Broadcast a bucket; with the last one, name the new version and drop what older weights computed."""
+        """Broadcast a bucket. After the last one, which has `version`, servers drop what older weights computed."""
         specs = order_flat(bucket)
         body = {
             "names": [spec.name for spec in specs],
@@ -159,7 +159,7 @@ class SglangSync:
             if model.get("weight_version") != str(version):
                 raise WeightsRefused(
                     f"SGLang server {number} reports that its weights have version {model.get('weight_version')!r}, "
-                    f"and version {version} was sent"
+                    f"but version {version} was sent"
                 )
 
 
@@ -176,10 +176,10 @@ class ChecksumHistory:
     """The checksums of the servers' tensors after the last weight sync, and the fingerprints that were sent in it."""
 
     def __init__(self, same_dtype: bool = False):
-        """Start without any.
+        """Start without checksums.
 
-        `same_dtype` means that the servers keep the weights in the dtype in which they are sent. Otherwise a small
-        change of a weight may not change theirs, and only servers are compared with each other.
+        `same_dtype` means that the servers keep the weights in the dtype in which they are sent. Otherwise rounding may
+        undo a small change of a weight, so servers are only compared with each other.
         """
         self._same_dtype = same_dtype
         self._checksums: list[dict[str, tuple[str, ...]]] = []
@@ -193,7 +193,7 @@ class ChecksumHistory:
             fingerprints: The fingerprint of each tensor that was sent.
 
         Raises:
-            WeightsRefused: They do not agree. The message names the server and the tensor.
+            WeightsRefused: The checksums do not agree. The message names the server and the tensor.
         """
         checksums = [_group_by_tensor(answer["ranks"]) for answer in answers]
         _check_equality(checksums)
@@ -215,7 +215,7 @@ class ChecksumHistory:
 
 
 def find_sources(name: str, sent: Iterable[str]) -> list[str]:
-    """Return the tensors of a checkpoint that a tensor of SGLang's model consists of, as far as they were sent."""
+    """Return the sent tensors of a checkpoint that a tensor of SGLang's model consists of."""
     sent = set(sent)
     module = name.rpartition(".")[0].rpartition(".")[2]
     if name in sent:
@@ -229,8 +229,8 @@ def find_sources(name: str, sent: Iterable[str]) -> list[str]:
 def order_flat(bucket: Bucket) -> list[TensorSpec]:
     """Sort the tensors of a bucket so that their bytes follow each other without gaps.
 
-    Each must begin at a multiple of the size of its elements. If all of them fill whole words, the order is the
-    bucket's own, and otherwise larger elements come first.
+    Each tensor must begin at a multiple of the size of its elements. If all tensors fill whole words, they keep their
+    order. Otherwise those with larger elements come first.
     """
     if _has_no_gaps(bucket):
         return list(bucket.tensors)
@@ -253,27 +253,27 @@ def check_server(name: str, info: Mapping[str, Any], model: Mapping[str, Any], p
     """Check that a server can take the policy's weights.
 
     Raises:
-        ServerRefused: It serves another model, or has a layout that its endpoints do not support.
+        ServerRefused: It serves another model or computes in another dtype, or its endpoints do not support its layout.
     """
     for key in ("dp_size", "pp_size"):
         if int(info.get(key) or 1) > 1:
             raise ServerRefused(
-                f"{name} has {key}={info[key]}, and its endpoints for weights need {key} 1; start several servers, or "
+                f"{name} has {key}={info[key]}, but its endpoints for weights need {key}=1; start several servers, or "
                 "raise its tp_size"
             )
     ours, theirs = plan.hf_config.get("architectures"), model.get("architectures")
     if ours and theirs and list(theirs) != list(ours):
-        raise ServerRefused(f"{name} serves {', '.join(theirs)}, and the policy is {', '.join(ours)}; serve its model")
+        raise ServerRefused(f"{name} serves {', '.join(theirs)}, but the policy is {', '.join(ours)}; serve its model")
     dtype = info.get("dtype")
     if dtype not in (None, "auto", plan.hf_config["dtype"]):
         raise ServerRefused(
-            f"{name} computes in {dtype}, and the policy in {plan.hf_config['dtype']}; start it with "
+            f"{name} computes in {dtype}, but the policy in {plan.hf_config['dtype']}; start it with "
             f"--dtype {plan.hf_config['dtype']}"
         )
 
 
 def _check_equality(servers: Sequence[_Checksums]) -> None:
-    """Check that servers of one layout have the same weights."""
+    """Check that servers with the same layout have the same weights."""
     for number, checksums in enumerate(servers):
         first = next(index for index, other in enumerate(servers) if _get_layout(other) == _get_layout(checksums))
         for name, checksum in checksums.items():

@@ -1,8 +1,8 @@
-"""Send weights or an adapter to vLLM servers without our plugin, in vLLM's own ways: through files.
+"""Send weights or an adapter to vLLM servers without our plugin: through files, which vLLM itself can reload.
 
-Such a server verifies nothing, so only the logprob check shows whether it computes with what was sent. The servers' own
-checksums of whole weights are compared with each other. vLLM's LoRA layers apply an adapter, on servers that have its
-base from the start.
+Such a server verifies nothing, so only the logprob check shows whether it computes with the weights that were sent.
+After whole weights were sent, the servers' checksums are compared with each other. An adapter is applied by vLLM's LoRA
+layers, on servers that have loaded its base at their start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SyncFromDisk:
     """A `ServerSync` to vLLM servers that read safetensors files from a directory that they share with rank 0."""
 
     def __init__(self, sender: WeightSender, servers: WeightServers, bucket_bytes: int, directory: Path):
-        """Prepare; nothing is sent yet. `bucket_bytes` also limits a file. Servers reach `directory` by this path."""
+        """Prepare; nothing is sent yet. `bucket_bytes` also limits files. Servers reach `directory` by this path."""
         self._sender, self._servers, self._bucket_bytes = sender, servers, bucket_bytes
         self._directory = WeightDirectory(directory, servers.ranks, bucket_bytes)
 
@@ -70,7 +70,7 @@ class SyncFromDisk:
 
 
 class BaseOnDisk:
-    """The base of a policy's adapter in a directory, from which servers start. Every rank calls every method."""
+    """A directory with an adapter's base, which servers load at their start. Every rank calls every method."""
 
     def __init__(self, sender: WeightSender, ranks: Ranks, max_shard_bytes: int, parent: Path):
         """Prepare; nothing is written yet. Rank 0 and the servers share `parent`."""
@@ -92,7 +92,7 @@ class BaseOnDisk:
 class AdapterSync:
     """A `ServerSync` to vLLM servers that have the base, and read each version of the adapter from a directory.
 
-    No request may be unfinished while an adapter is sent: vLLM would finish it with the previous one.
+    No request may be unfinished while an adapter is sent: vLLM would finish it with the previous adapter.
     """
 
     def __init__(self, sender: WeightSender, servers: WeightServers, directory: Path):
@@ -102,7 +102,7 @@ class AdapterSync:
         self._exporter: AdapterExporter | None = None
 
     def connect(self) -> None:
-        """Prepare the exporter; see `ServerSync.connect`. The servers need nothing."""
+        """Prepare the exporter; see `ServerSync.connect`. The servers need no preparation."""
         self._exporter = self._exporter or self._sender.make_adapter_exporter()
 
     def send(self, version: int) -> dict[str, float]:
@@ -123,7 +123,7 @@ class AdapterSync:
         return timings.metrics(time.perf_counter() - began)
 
     def _load(self, directory: Path) -> None:
-        """Let all servers replace the adapter by the one in a directory."""
+        """Make all servers replace their adapter by the one in `directory`."""
         models = self._servers.get("/v1/models")
         have_one = [any(model["id"] == ADAPTER for model in answer["data"]) for answer in models]
         count = self._servers.count
@@ -139,7 +139,7 @@ class AdapterSync:
 
 
 def set_version(servers: WeightServers, version: str) -> None:
-    """Let all servers report `version` for the tokens that they generate from now on."""
+    """Make all servers report `version` for the tokens that they generate from now on."""
     servers.post("/update_weight_version", [{"new_version": version}] * servers.count)
 
 
@@ -152,7 +152,7 @@ def compare_checksums(servers: WeightServers) -> None:
     for number, answer in enumerate(answers[1:], start=1):
         checksums = answer["checksums"]
         if checksums.keys() != first.keys():
-            continue  # these servers divide the model in another way
+            continue  # these servers shard the model differently
         wrong = next((name for name in sorted(first) if checksums[name] != first[name]), None)
         if wrong is not None:
             raise WeightsRefused(

@@ -1,7 +1,7 @@
 """The weight-transfer backend `rl_megatron` of vLLM, which runs in the workers of a vLLM server.
 
 vLLM calls `register` in each of its processes, because the package names it in the entry-point group
-`vllm.general_plugins`. The server takes weights through it if it was started with
+`vllm.general_plugins`. A server uses the backend if it was started with
 `--weight-transfer-config '{"backend": "rl_megatron"}'`. The trainer's side is `weight_sync.vllm_sync`.
 
 vLLM's environment has torch, but not the dependencies of this package. So this module and all that it imports need only
@@ -48,7 +48,7 @@ def register() -> None:
 
 
 def report_state(engine: object) -> dict[str, object]:
-    """Return the report of a worker's weight-transfer engine, or what is wrong if it is not this backend."""
+    """Return the report of a worker's weight-transfer engine, or a failure if the engine is not this backend."""
     if isinstance(engine, VllmReceiver):
         return engine.report()
     backend = "no weight-transfer backend" if engine is None else f"the backend {type(engine).__name__}"
@@ -63,7 +63,7 @@ class InitInfo:
         protocol: The trainer's `PROTOCOL`.
         plan: `RefitPlan.to_json` of the trainer's plan.
         group: address, port, rank_offset, world_size and timeout_seconds of the process group to join. `rank_offset` is
-            the rank of the server's first worker. None: weights come through shared memory.
+            the rank of the server's first worker. None: weights arrive through shared memory.
     """
 
     protocol: int
@@ -77,7 +77,7 @@ class UpdateInfo:
 
     Attributes:
         version: The version of the weights.
-        handle: `WeightHandle.to_json` of a bucket in shared memory. None: all buckets come over the process group.
+        handle: `WeightHandle.to_json` of a bucket in shared memory. None: all buckets arrive over the process group.
     """
 
     version: int
@@ -85,13 +85,13 @@ class UpdateInfo:
 
 
 class VllmReceiver:
-    """One worker's end of a weight sync, with the methods of vLLM's `WeightTransferEngine`.
+    """One worker's side of a weight sync, with the methods of vLLM's `WeightTransferEngine`.
 
-    From the start of a weight sync until all weights have arrived and were verified, the model computes no logits: a
-    request that is run nevertheless raises an exception, which ends the server's engine.
+    From the start of a weight sync until all weights have arrived and were verified, the model computes no logits. A
+    request that runs nevertheless raises an exception, which ends the server's engine.
 
-    No method raises an exception. vLLM reads the answers of its workers up to the first exception, and takes the
-    remaining ones for answers to its next request. Failures are kept for `report` instead.
+    No method raises an exception. vLLM reads the answers of its workers only up to the first exception, and would
+    mistake the remaining ones for answers to its next request. So failures are kept for `report`.
     """
 
     init_info_cls = InitInfo
@@ -114,9 +114,9 @@ class VllmReceiver:
     def report(self) -> dict[str, Any]:
         """Return the state of this worker, for a JSON answer.
 
-        The keys are `protocol`; `version`, that of the weights that the worker serves, or None; `refused`, why weights
-        were refused; `failed`, the exception of another failure; `active`, whether vLLM waits for
-        `/finish_weight_update`; and `seconds` of each phase of the last weight sync.
+        The keys are `protocol`; `version`, the version of the weights that the worker serves, or None; `refused`, the
+        reason why weights were refused; `failed`, any other exception; `active`, whether vLLM waits for
+        `/finish_weight_update`; and `seconds`, the time of each phase of the last weight sync.
         """
         receiver = self._receiver
         return {
@@ -135,7 +135,7 @@ class VllmReceiver:
         with self._keep_failures():
             if init_info.protocol != PROTOCOL:
                 raise RuntimeError(
-                    f"the trainer speaks version {init_info.protocol} of the plugin's protocol, and the server's "
+                    f"the trainer speaks version {init_info.protocol} of the plugin's protocol, but the server's "
                     f"rl_megatron speaks {PROTOCOL}; install the trainer's version into the server's environment"
                 )
             self._sink = LayerwiseSink(self.model, self.model_config)
@@ -173,7 +173,7 @@ class VllmReceiver:
         with self._keep_failures():
             if self._receiver is None or self._sink is None or self._failed is not None or self._refused is not None:
                 return
-            if self._receiver.version is None:  # weights over a group are complete already
+            if self._receiver.version is None:  # over a group, `receive` has finished already
                 self._receiver.finish()
             try:
                 self._sink.finish()
@@ -195,8 +195,8 @@ class VllmReceiver:
     def _keep_failures(self) -> Iterator[None]:
         """Keep an exception for `report`.
 
-        The process group is left unless only the weights were refused. Otherwise the trainer would wait for this worker
-        until the collective times out.
+        Unless weights were refused, leave the process group, or the trainer would wait for this worker until a
+        collective times out.
         """
         try:
             yield

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
 
-# Entries of a config.json that decide what a model computes. Those that both sides have must be equal.
+# Entries of config.json that change what a model computes. Entries that both sides have must be equal.
 _DECISIVE = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "tie_word_embeddings", "num_experts_per_tok",
 )  # fmt: skip
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}  # of a head's logits; the largest is 1
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 1e-2}  # relative to the largest logit of a head
 
 
 class LayerwiseSink:
@@ -33,7 +33,7 @@ class LayerwiseSink:
         self._why_not = ""
 
     def check(self, plan: RefitPlan) -> None:
-        """Check that the server's model is the policy's, as far as their configurations tell.
+        """Check that the server's model and the policy's have the same configuration.
 
         The tensors themselves are checked when they are loaded.
 
@@ -53,7 +53,7 @@ class LayerwiseSink:
         )
 
         self._close("this server's weights are incomplete: a weight sync was interrupted or refused")
-        if self._loading:  # the weights that the last, interrupted weight sync left must not be counted
+        if self._loading:  # vLLM must not count weights of an interrupted weight sync
             self._finalize()
         self._loaded, self._loading = set(), True
         initialize_layerwise_reload(self._model)
@@ -61,10 +61,10 @@ class LayerwiseSink:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load tensors by their Hugging Face names.
 
-        vLLM keeps a tensor until all tensors of its layer have come, which may be in a later bucket. So it gets copies.
+        vLLM keeps a tensor until all tensors of its layer have arrived, perhaps in a later bucket. So it gets copies.
 
         Raises:
-            WeightsRefused: The model's loader does not know a tensor, or not in this shape.
+            WeightsRefused: The model's loader does not know a tensor, or expects another shape.
         """
         from vllm.model_executor.model_loader.mtp_validation import (  # pyright: ignore[reportMissingImports]
             disable_mtp_completeness_check,
@@ -115,7 +115,7 @@ class LayerwiseSink:
         finalize_layerwise_reload(self._model, self._model_config)
 
     def _find_tied_heads(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield the heads whose weights are those of the embedding, by name."""
+        """Yield (name, head) of each output head that is tied to the embedding."""
         if not getattr(self._model_config.hf_config, "tie_word_embeddings", False):
             return
         for name, module in self._model.named_modules():
@@ -134,9 +134,10 @@ class LayerwiseSink:
 
 
 def repack_tied_head(head: torch.nn.Module) -> None:
-    """Pack the head's weights again. On a CPU, its kernel has a copy of them, which a layerwise reload does not change.
+    """Pack the head's weights for its kernel again.
 
-    The reload fills the embedding, and finds no weights for a head that is tied to it.
+    On a CPU, the kernel has its own copy of the weights. A layerwise reload does not update the copy, because it finds
+    no weights for a head that is tied to the embedding.
     """
     head.quant_method.process_weights_after_loading(head)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
 

@@ -20,7 +20,7 @@ def make_vllm_sync(
     timeout_seconds: float,
     directory: Path,
 ) -> ServerSync:
-    """Return what sends a policy's weights to vLLM servers in the way `generation.refit`. Collective.
+    """Return the `ServerSync` to vLLM servers for this value of `generation.refit`. Collective.
 
     `timeout_seconds` limits joining a process group and each collective. Rank 0 and the servers share `directory`.
     """
@@ -33,10 +33,10 @@ def make_vllm_sync(
 
 
 def make_transfer_config(refit: str) -> dict[str, str] | None:
-    """Return the value of `--weight-transfer-config` with which a server takes weights in this way, or None."""
+    """Return the `--weight-transfer-config` that a server needs for this value of `generation.refit`, or None."""
     return None if refit in ("disk", "adapter") else {"backend": BACKEND}
 
 
 def make_transfer_environment(refit: str) -> dict[str, str]:
-    """Return the environment variables with which a server takes weights in this way."""
+    """Return the environment variables that a server needs for this value of `generation.refit`."""
     return {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if refit == "adapter" else {}

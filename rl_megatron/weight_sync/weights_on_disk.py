@@ -37,7 +37,7 @@ class FileNames(NamedTuple):
     """The names of the files of a directory."""
 
     config: str  # the JSON file with the plan's `hf_config`
-    weights: str  # the file of tensors, if one is enough
+    weights: str  # the file with the tensors, if one is enough
 
 
 MODEL_FILES = FileNames("config.json", SINGLE)
@@ -45,7 +45,7 @@ ADAPTER_FILES = FileNames(ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 
 
 class WeightDirectory:
-    """Directories of safetensors files in a directory of its own, below one that servers can read.
+    """A new directory, below one that servers can read, with a directory of safetensors files for each version.
 
     Every rank of the policy calls every method. Rank 0 writes.
     """
@@ -61,8 +61,8 @@ class WeightDirectory:
     def write(self, name: str, source: WeightSource, files: FileNames = MODEL_FILES) -> Path:
         """Write the tensors that a source has now, and return their directory. Collective.
 
-        A directory is complete as soon as it has its name: it is written under another one, read back, and compared
-        with the fingerprints of the tensors.
+        The files are written under a temporary name, read back, and compared with the fingerprints of the tensors. Then
+        the directory is renamed to `name`, so it is complete.
 
         Raises:
             WeightsRefused: On every rank: the directory cannot be written, or its files differ from the weights.
@@ -74,7 +74,7 @@ class WeightDirectory:
                 target = self._write(name, plan, weights, files)
             except (OSError, RuntimeError, ConfigError) as error:
                 failure = f"the weights could not be written to {self._parent}: {disk.describe(error, self._parent)}"
-        for _ in weights:  # all ranks take part in the collectives, also if rank 0 cannot write
+        for _ in weights:  # all ranks take part in the collectives, even if rank 0 cannot write
             pass
         failure = self._ranks.share(lambda: failure)
         if failure is not None:

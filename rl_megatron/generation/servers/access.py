@@ -11,8 +11,8 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-TOKEN = "RL_MEGATRON_SERVER_TOKEN"  # environment variable of a server, and of a run whose servers run already
-_OPEN = ("/health",)  # tells whether the server is ready, and nothing else
+TOKEN = "RL_MEGATRON_SERVER_TOKEN"  # the environment variable of servers, and of a run with running servers
+_OPEN = ("/health",)  # reports only whether the server is ready
 _Message = MutableMapping[str, Any]
 _App = Callable[[_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]], Awaitable[None]]
 
@@ -38,7 +38,7 @@ class TokenRequired:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            body = {"error": f"this server answers only requests with the token of its run, which {TOKEN} has"}
+            body = {"error": f"this server answers only requests with the token of its run, the value of {TOKEN}"}
             headers = [(b"content-type", b"application/json")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": json.dumps(body).encode()})

@@ -18,13 +18,13 @@ def check_answer(request: Request, answer: RawAnswer, vocab_size: int, server: s
     """Return a server's answer as a completion, which ends at the first stop string.
 
     Servers have no tokenizer, so they continue after a stop string, and the rest is cut off here. A token depends only
-    on earlier tokens, so the completion is exactly that of a server that stops.
+    on earlier tokens, so the completion is the same as if the server had stopped.
 
     A NaN or missing logprob becomes NaN, which `make_completion_batch` reports: the logits were NaN, which is the fault
-    of the model and not of the server. Messages call the server `server`.
+    of the model and not of the server. `server` is the server's name in messages.
 
     Raises:
-        EngineFailed: The answer cannot be true. The message names the server and the request.
+        EngineFailed: The answer contradicts the request or itself. The message names the server and the request.
     """
     fault = (
         _find_fault_in_tokens(request, answer, vocab_size)
@@ -43,7 +43,7 @@ def check_answer(request: Request, answer: RawAnswer, vocab_size: int, server: s
 
 
 def _cut_at_stop_string(whole: Completion, request: Request, strings: StopStrings) -> Completion:
-    """Return a completion up to the first token after which it contains one of the texts."""
+    """Return a completion up to the token that completes the first stop string."""
     ids = whole.ids
     if not strings.appear_in(ids):
         return whole
@@ -65,7 +65,7 @@ def _parse_reason(reason: str) -> Literal["stop", "length", "abort"]:
 def _find_fault_in_tokens(request: Request, answer: RawAnswer, vocab_size: int) -> str | None:
     count, most = len(answer.ids), request.sampling.max_new_tokens
     if count > most:
-        return f"it has {count} tokens, and at most {most} were asked for"
+        return f"it has {count} tokens, but the request allows at most {most}"
     if len(answer.logprobs) != count:
         return f"it has {len(answer.logprobs)} logprobs for {count} tokens"
     for position, token in enumerate(answer.ids):
@@ -73,16 +73,16 @@ def _find_fault_in_tokens(request: Request, answer: RawAnswer, vocab_size: int) 
             return f"token {position + 1} is {token!r}, which is not an id of the tokenizer's {vocab_size} tokens"
     for position, logprob in enumerate(answer.logprobs):
         if logprob is not None and logprob > _LARGEST_LOGPROB:
-            return f"the logprob of token {position + 1} is {logprob}, and a logprob cannot be positive"
+            return f"the logprob of token {position + 1} is {logprob}, but a logprob cannot be positive"
     return None
 
 
 def _find_fault_in_end(request: Request, answer: RawAnswer) -> str | None:
-    """Return what is wrong with the end: a completion ends at its first stop token, at its length, or aborted."""
+    """Return what is wrong with the end: a completion ends at its first stop token, at its limit, or by an abort."""
     reason, ids, most = answer.reason, answer.ids, request.sampling.max_new_tokens
     stops = [position for position, token in enumerate(ids) if token in request.sampling.stop_ids]
     if stops and stops[0] != len(ids) - 1:
-        return f"it continues after stop token {ids[stops[0]]}, its token {stops[0] + 1}"
+        return f"it continues after its token {stops[0] + 1}, the stop token {ids[stops[0]]}"
     if reason == "abort":
         return None
     if reason not in ("stop", "length"):
@@ -90,7 +90,7 @@ def _find_fault_in_end(request: Request, answer: RawAnswer) -> str | None:
     if not ids:
         return "it has no tokens"
     if reason == "stop" and not stops:
-        return f"it ended by a stop token, and its last token {ids[-1]} is none of {list(request.sampling.stop_ids)}"
+        return f"it ended by a stop token, but its last token {ids[-1]} is none of {list(request.sampling.stop_ids)}"
     if reason == "length" and len(ids) < most and not stops:
         return f"it ended by its length after {len(ids)} of {most} tokens; raise the server's max_model_len"
     return None
@@ -101,7 +101,7 @@ def _find_fault_in_versions(answer: RawAnswer) -> str | None:
     covered = 0
     for version, start, end in answer.versions:
         if not str(version).isdigit():
-            return f"tokens {start + 1} to {end} are of weights {version!r}, which the policy did not send"
+            return f"tokens {start + 1} to {end} have weight version {version!r}, which the policy did not send"
         if start != covered or end <= start:
             return f"its spans of weight versions are not contiguous at token {start + 1}"
         covered = end
@@ -111,8 +111,8 @@ def _find_fault_in_versions(answer: RawAnswer) -> str | None:
 
 
 def _find_fault_in_experts(request: Request, answer: RawAnswer) -> str | None:
-    """Return what is wrong with the routed experts: the model read all tokens but the last."""
+    """Return what is wrong with the routed experts: all tokens but the last, which is not read, need some."""
     experts, num_read = answer.routed_experts, len(request.prompt) + len(answer.ids) - 1
     if experts is not None and (experts.dim() != 3 or len(experts) != num_read):
-        return f"its routed experts have shape {tuple(experts.shape)}, and the model read {num_read} tokens"
+        return f"its routed experts have shape {tuple(experts.shape)}, but the model read {num_read} tokens"
     return None

@@ -26,7 +26,7 @@ class ConnectionLost(ServerDied):
 
 
 class RefusedForNow(ServerRefused):
-    """The server answered with an error that the same request may not meet again, such as 500 or 503."""
+    """The server answered with an error that may be temporary, such as status 500 or 503."""
 
 
 class ServerClient:
@@ -34,7 +34,7 @@ class ServerClient:
 
     Attributes:
         name: The server's name for messages, with its address.
-        url: Its address.
+        url: The server's address.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ServerClient:
             loop: The loop that the requests run on.
             health_path: The path that answers 200 if the server can take requests.
             timeout_seconds: Seconds that an answer may take, if a request sets no other limit.
-            token: The token that the server wants in the header `Authorization` of each request; empty for none.
+            token: The token that the server requires in the header `Authorization` of each request; empty for none.
         """
         self.url = url.rstrip("/")
         self.name = f"{kind} ({self.url})"
@@ -85,12 +85,12 @@ class ServerClient:
     ) -> Any:
         """Send a request once, and return the decoded JSON of the answer; None if the answer is empty.
 
-        An answer that has no type is returned as text. `seconds` limits the time until the whole answer; None means the
-        usual limit.
+        An answer without a content type is returned as text. `seconds` limits the time until the whole answer has
+        arrived; None means the client's limit.
 
         Raises:
             ConnectionLost: The server cannot be reached, or closed the connection.
-            ServerDied: The answer took longer.
+            ServerDied: The answer took longer than the limit.
             RefusedForNow: The status is 500, 503 or another one that may be temporary.
             ServerRefused: The status is another error, or the answer is not JSON.
         """
@@ -109,7 +109,7 @@ class ServerClient:
             raise RefusedForNow(f"{self.name} answered {method} {path} with status {status}: {_excerpt(text)}")
         if status != 200:
             raise ServerRefused(f"{self.name} answered {method} {path} with status {status}: {_excerpt(text)}")
-        if "content-type" not in response.headers:  # vLLM sends texts without one
+        if "content-type" not in response.headers:  # vLLM sends texts without a type
             return text or None
         try:
             return json.loads(text) if text else None

@@ -16,10 +16,10 @@ from rl_megatron.model.families import family_of_model
 def check_servers(
     stage: StageConfig, vocab_size: int, settings: ServersConfig, python: str, length_key: str, remedy: str
 ) -> None:
-    """Check that Hugging Face's format has a stage's model, that servers take its sequences, and can be started.
+    """Check a stage's model, the servers' limit on the length of sequences, and that servers can be started.
 
-    `python` starts the servers; the message has the `remedy` if there is none. The key `length_key` of their section is
-    the most tokens of a sequence.
+    `python` is the program that starts the servers; if it is missing, the message has the `remedy`. `length_key` is the
+    key with the limit.
 
     Raises:
         ConfigError: Something is missing; the message names the key.
@@ -37,17 +37,17 @@ def check_servers(
             "out"
         )
     if not settings.urls and shutil.which(python) is None:
-        raise ConfigError(f"{settings.key}.python={python} is not there: {remedy}")
+        raise ConfigError(f"{settings.key}.python={python} cannot be found: {remedy}")
 
 
 def choose_server_devices(
     settings: ServersConfig, size_key: str, policy: torch.device, shared: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of the GPUs of each server that a node starts; empty if the policy computes on the CPU.
+    """Return the numbers of the GPUs of each server that a node starts; empty on a CPU, or if servers run already.
 
     Args:
         settings: The section of the servers.
-        size_key: Its key with the number of GPUs of a server.
+        size_key: The section's key with the number of GPUs of a server.
         policy: The device of the policy.
         shared: Whether servers and ranks share GPUs, from number 0 on. Otherwise the servers' GPUs follow the ranks'.
 
@@ -62,7 +62,7 @@ def choose_server_devices(
     if first + count * size > available:
         raise ConfigError(
             f"{settings.key}.num_servers={count} and {settings.key}.{size_key}={size} need {count * size} GPUs from "
-            f"number {first} on, and this machine has {available}; lower them, start fewer ranks, or choose "
+            f"number {first} on, but this machine has {available}; lower them, start fewer ranks, or choose "
             "generation.engine=vllm with generation.refit=shared_memory, with which servers and ranks share GPUs"
         )
     return tuple(tuple(range(first + index * size, first + (index + 1) * size)) for index in range(count))

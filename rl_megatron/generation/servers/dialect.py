@@ -20,7 +20,7 @@ class RawAnswer:
 
     Attributes:
         ids: The completion's token ids, its stop token included.
-        logprobs: Their logprobs as the server gave them; None or NaN if a logprob is missing or NaN.
+        logprobs: The logprobs of `ids` as the server gave them; None if one is missing. They may be NaN.
         versions: (version, start, end) of each span of tokens, as the server gave them.
         reason: Why the completion ended: stop, length or abort, or the server's word for another reason.
         routed_experts: The experts of each token that the model read, [tokens, layers, k], if they were asked for.
@@ -39,9 +39,9 @@ class ServerFacts:
 
     Attributes:
         takes_seeds: Whether requests may have seeds.
-        max_tokens_in_flight: The most tokens of prompts and completions that requests in flight may have together;
+        max_tokens_in_flight: The maximum number of tokens in the prompts and completions of all requests in flight;
             None if there is no limit.
-        why_no_seeds: The reason if it takes none, for a log line.
+        why_no_seeds: The reason why requests may have no seeds, for a log line.
     """
 
     takes_seeds: bool = True
@@ -51,7 +51,7 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class Launch:
-    """The settings of a server that is launched here.
+    """The settings of a server that this node launches.
 
     Attributes:
         index: The number of the server on this node.
@@ -60,8 +60,8 @@ class Launch:
         host: The address to which the server binds.
         port: The port at which it listens.
         devices: The numbers of the node's GPUs on which it computes; empty for the CPU.
-        token: The token that it requires of every request, if it can; its environment variable `access.TOKEN` has it.
-            Empty if it answers everybody.
+        token: The token that the server requires of every request; its environment variable `access.TOKEN` has the
+            token. Empty if the server requires none.
         weights: A directory with config.json and the weights that it starts with; None if all weights are sent later.
     """
 
@@ -96,11 +96,11 @@ class ServerDialect(Protocol):
         ...
 
     def explain(self, log: str) -> str | None:
-        """Return what to do about a server that ended before it was ready, from its log, or None if it is unknown."""
+        """Return the remedy for a server that ended before it was ready, from its log, or None if it is unknown."""
         ...
 
     async def facts(self, server: ServerClient) -> ServerFacts:
-        """Ask a server that is ready for its version, model and settings.
+        """Ask a ready server for its version, model and settings.
 
         Raises:
             ServerRefused: Its version was not tried, or a setting makes its answers unusable.
@@ -133,5 +133,5 @@ class ServerDialect(Protocol):
         ...
 
     async def wake(self, server: ServerClient, part: str) -> None:
-        """Take memory again: of the "weights" before a weight sync, and of the "kv_cache" before generation."""
+        """Allocate memory again: `part` is "weights" before a weight sync, and "kv_cache" before generation."""
         ...

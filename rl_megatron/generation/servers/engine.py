@@ -43,11 +43,11 @@ class ServerKind:
 
 
 class ServerEngine:
-    """A `RolloutEngine` on inference servers. They are started, or reached first, by the first weight sync.
+    """A `RolloutEngine` on inference servers. The first weight sync starts them, or connects to running ones.
 
-    Only rank 0 sends requests, on an asyncio loop in a thread of its own; every rank gets the answers or the failure.
-    All ranks take part in weight syncs. If a server dies, it is started again, all servers get the weights again, and
-    the requests that were not answered are sent again.
+    Only rank 0 sends requests and gets the answers, on an asyncio loop in a separate thread. Every rank gets the
+    failures. All ranks take part in weight syncs. If a server dies, it is started again, all servers get the weights
+    again, and the requests that were not answered are sent again.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class ServerEngine:
     ):
         """Keep the settings; no server is started yet.
 
-        Servers log in `directory`, that of the run. The timeout is that of a collective, and of a request of a weight
-        sync.
+        Servers write their logs into `directory`, that of the run. The timeout is for each collective, and for each
+        request of a weight sync.
         """
         self.policy, self.settings = policy, generation
         self._kind, self._timeout = kind, 60 * collective_timeout_minutes
@@ -181,7 +181,7 @@ class ServerEngine:
                 self._forget_servers()
 
     def _complete_all(self, requests: Sequence[Request], done: dict[str, Completion]) -> None:
-        """Add the completions of the requests of rank 0 to `done` there. All ranks wait for them."""
+        """Add the completions of rank 0's requests to rank 0's `done`. All ranks wait for the completions."""
         if self._served is None:  # servers died in the last attempt
             self._sync_weights()
 
@@ -198,7 +198,7 @@ class ServerEngine:
             if wrong is not None:
                 raise EngineFailed(
                     f"request {completion.request_id!r}: the rollout engine generated tokens {wrong.start + 1} to "
-                    f"{wrong.end} with version {wrong.version} of the weights, and the policy's is {current}; call "
+                    f"{wrong.end} with version {wrong.version} of the weights, but the policy's is {current}; call "
                     "sync() first"
                 )
             if completion.reason == "abort":
@@ -211,7 +211,7 @@ class ServerEngine:
 
     def _sync_weights(self) -> None:
         """Start servers if needed, send them the policy's current weights, and keep the metrics."""
-        if self._kind.sleeps:  # the servers are about to take memory
+        if self._kind.sleeps:  # the servers are about to allocate memory
             self.policy.offload_after_refit()
         if self._sync is None:
             self._start()
@@ -253,18 +253,18 @@ class ServerEngine:
         return self._sender
 
     def _check_lengths(self, requests: Sequence[Request]) -> None:
-        """Raise ConfigError if prompts with completions may become longer than the policy or the servers take."""
+        """Raise ConfigError if prompts with completions may become longer than the policy or the servers allow."""
         check_requests(requests, self.policy.model_config.max_sequence_length, self.policy.vocab_size)
         longest = max(len(request.prompt) + request.sampling.max_new_tokens for request in requests)
         most = self._kind.max_tokens
         if longest > most:
             raise ConfigError(
-                f"a prompt with its completion can have {longest} tokens, and the servers take {most}: raise their "
+                f"a prompt with its completion can have {longest} tokens, but the servers take {most}: raise their "
                 f"limit in {self._kind.dialect.key}, or lower generation.max_new_tokens"
             )
 
     def _tell_all(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
-        """Make a call for every server; all ranks wait for it."""
+        """Make a call for every server; all ranks wait for the calls."""
         self._loop.run_for_all_ranks(lambda: self._get_sender().call_all(call))
 
     def _forget_servers(self) -> None:

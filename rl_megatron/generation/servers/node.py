@@ -40,10 +40,10 @@ class ServerLauncher:
 
 
 def describe_model(model: ModelConfig, dtype: str, vocab_size: int) -> RefitPlan:
-    """Return a plan without weights, which servers need before they start. `dtype` is torch's name for the weights'.
+    """Return a plan without weights, which servers need before they start. `dtype` is torch's name, as "bfloat16".
 
     Raises:
-        ConfigError: No family can express the model.
+        ConfigError: No Hugging Face family can express the model.
     """
     size = model.vocab_size or vocab_size
     hf_config = family_of_model(model, size).write_config(model, size)
@@ -57,7 +57,7 @@ class NodeServers:
         """Prepare; no server is started yet. After `max_restarts` restarts, another death ends all servers.
 
         Raises:
-            ConfigError: The run could not know the port, or other machines reach the servers and there is no token.
+            ConfigError: The port is not set, or other machines can reach the servers and there is no token.
         """
         settings = launcher.settings
         if settings.port is None:

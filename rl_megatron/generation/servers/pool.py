@@ -62,7 +62,7 @@ class ServerPool:
         """Start the servers that do not run, wait until all are ready, and ask each for its settings.
 
         Args:
-            plan: The model that they serve.
+            plan: The model that the servers serve.
             devices: The numbers of the GPUs of each server of a node; empty for the CPU.
             broken: The addresses of servers to start again although their processes run.
             weights: A directory with the weights that servers start with; None if all weights are sent later.
@@ -93,7 +93,7 @@ class ServerPool:
     def find_deaths(self, death: str) -> tuple[list[str], list[str]]:
         """Return the addresses of the servers that cannot take requests, and the ends of their logs, on every rank.
 
-        A server that `death` names, the message of a death, counts as dead. It is empty if none has died.
+        `death` is the message of a death, or empty. A server that it names counts as dead.
         """
         broken = self._loop.run_for_all_ranks(self._find_unhealthy)
         broken += [
@@ -185,7 +185,7 @@ class ServerPool:
             return await self._dialect.facts(client)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerRefused(
-                f"{client.name} describes itself in another form ({describe_error(error)}); check that "
+                f"{client.name} describes itself in an unexpected form ({describe_error(error)}); check that "
                 f"{self._dialect.key}.server_urls are servers of this kind, and of a version that "
                 "docs/rollout_engines.md lists"
             ) from error

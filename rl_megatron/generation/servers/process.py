@@ -38,7 +38,7 @@ _LINES_SHOWN = 5
 _BYTES_READ = 1 << 16
 _PORT_IN_USE = "address already in use"
 _EVERYWHERE = ("0.0.0.0", "::")  # hosts for all interfaces
-# With these, only this machine reaches the processes of a server. They would listen at the address of its name.
+# With these, a server's processes listen at the loopback address, instead of the address of the machine's name.
 _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
@@ -70,7 +70,7 @@ class ServerProcess:
                 env=build_server_environment(
                     environment, {"CUDA_VISIBLE_DEVICES": _name_visible(launch.devices), TOKEN: launch.token}
                 ),
-                # Ctrl-C reaches only the policy, with which the server ends. All its processes are in this session.
+                # Ctrl-C must reach only the policy, which ends the server. Its processes are all in the new session.
                 start_new_session=True,
             )
         self.is_ready = False
@@ -87,8 +87,8 @@ class ServerProcess:
         """Find out whether the server is ready now.
 
         Raises:
-            ServerDied: It ended because another process took its port in the meantime.
-            EngineFailed: It ended before it was ready, and would again.
+            ServerDied: The server ended because another process took its port in the meantime.
+            EngineFailed: The server ended before it was ready, and would do so again.
         """
         if self.has_ended():
             printed = self.read_log()
@@ -115,7 +115,7 @@ class ServerProcess:
             raise EngineFailed(
                 f"{self.name} answers GET {_NEEDS_A_TOKEN} without the token of the run with status "
                 f"{answer.status_code}, so that others could replace its weights; install a version of it that this "
-                f"package was tried with, and leave out what turns its check off from {self._dialect.key}.extra_args"
+                f"package was tried with, and remove what turns its check off from {self._dialect.key}.extra_args"
             )
 
     def read_log(self) -> str:
@@ -227,7 +227,7 @@ class LocalServers:
                 key = self._dialect.key
                 raise ConfigError(
                     f"{key}.host={host} and {key}.port={first}: {self._dialect.name} {index} cannot listen at port "
-                    f"{port} ({error.strerror}); set {key}.port=null, which takes a free port, or end what uses it"
+                    f"{port} ({error.strerror}); set {key}.port=null, which takes a free port, or free it"
                 ) from error
             return probe.getsockname()[1]
 
@@ -235,8 +235,8 @@ class LocalServers:
         """Return whether all servers of this node are ready.
 
         Raises:
-            ServerDied: A server ended in a way that a new start may avoid.
-            EngineFailed: A server ended, or none was ready within `startup_timeout_seconds`.
+            ServerDied: A server ended because its port was in use, so a new start may help.
+            EngineFailed: A server ended for another reason, or was not ready within `startup_timeout_seconds`.
         """
         for server in self.processes:
             if not server.is_ready:

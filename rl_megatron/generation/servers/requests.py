@@ -48,7 +48,7 @@ class RequestSender:
         self._with_seeds = all(of_server.takes_seeds for of_server in facts)
         if not self._with_seeds:
             why = next(of_server.why_no_seeds for of_server in facts if not of_server.takes_seeds)
-            log.once(f"requests to {dialect.name}s have no seeds, so another run samples other tokens: {why}")
+            log.once(f"requests to {dialect.name}s have no seeds, so a repeated run samples other tokens: {why}")
 
     async def complete(self, request: Request) -> Completion:
         """Return the completion of a request, which is sent once a server can take it.
@@ -57,7 +57,7 @@ class RequestSender:
 
         Raises:
             ServerDied: A server died, or did not answer in time.
-            EngineFailed: A server answered with an error, or with something that cannot be true.
+            EngineFailed: A server answered with an error, or its answer cannot be used.
             ValueError: Another open request has this id.
         """
         if request.request_id in self._open:
@@ -70,9 +70,9 @@ class RequestSender:
 
     async def _complete(self, request: Request) -> Completion:
         outside = next((token for token in request.prompt if not 0 <= token < self._vocab_size), None)
-        if outside is not None:  # vLLM ends all its requests if it meets one
+        if outside is not None:  # vLLM would end all its requests
             raise EngineFailed(
-                f"the prompt of request {request.request_id!r} has the token id {outside}, and the tokenizer has "
+                f"the prompt of request {request.request_id!r} has the token id {outside}, but the tokenizer has "
                 f"{self._vocab_size} tokens"
             )
         most_tokens = len(request.prompt) + request.sampling.max_new_tokens
@@ -83,7 +83,7 @@ class RequestSender:
                 completion = check_answer(request, self._dialect.parse_response(body), self._vocab_size, server.name)
             except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
                 raise EngineFailed(
-                    f"{server.name} answered request {request.request_id!r} in another form "
+                    f"{server.name} answered request {request.request_id!r} in an unexpected form "
                     f"({describe_error(error)}); check that {self._dialect.key}.server_urls are servers of "
                     "this kind, and of a version that docs/rollout_engines.md lists"
                 ) from error

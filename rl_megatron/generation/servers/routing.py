@@ -32,9 +32,9 @@ class Load:
 
 
 class Router:
-    """An object that chooses the least loaded server. Requests of one group go to one server, which keeps their prefix.
+    """An object that chooses the least loaded server, but sends a group's requests to the one that has their prefix.
 
-    It belongs to one asyncio loop. Requests that no server can take wait, and get their turn in order.
+    It belongs to one asyncio loop. Requests that no server can take wait in a queue.
     """
 
     def __init__(self, loads: Sequence[Load]):

@@ -1,7 +1,7 @@
 """`SglangDialect`: SGLang's launch command, URLs and JSON.
 
-Every request is ids in and ids out, on the native path `/generate`, which reports the version of the weights of each
-span of tokens. The server has no tokenizer and reads no weights.
+Requests and answers have token ids instead of text. The native path `/generate` reports the version of the weights of
+each span of tokens. The server loads no tokenizer, and no weights from disk.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import Launch, RawAnswer, ServerFacts
 from rl_megatron.weight_sync.servers import ServerRefused
 
-# Against a stand-in that answers as this version does (docs/rollout_engines.md), and not against SGLang itself.
+# This module was tried with a stand-in that answers as `TRIED_SGLANG` does (docs/rollout_engines.md), not with SGLang.
 _LAUNCH = Path(__file__).with_name("launch.py")
 _ID_END = "/"  # SGLang aborts all requests whose ids *begin* with an id; with this end, no id begins with another
 
@@ -34,7 +34,7 @@ class SglangDialect:
     # --- launching ---
 
     def command(self, launch: Launch) -> tuple[list[str], dict[str, str]]:
-        """Return the command that runs `sglang.launch_server`, and its environment, which gets the token as well."""
+        """Return the command that runs `sglang.launch_server`, and its environment; the caller adds the token to it."""
         settings = self._settings
         options = {
             "model-path": launch.model_directory,
@@ -56,7 +56,7 @@ class SglangDialect:
         command = [settings.python, str(_LAUNCH)]
         command += [part for key, value in options.items() if value is not None for part in (f"--{key}", str(value))]
         command += [f"--{flag}" for flag, is_set in flags.items() if is_set]
-        # Its check of health would generate a token, and wait for it while the server is paused.
+        # SGLang's health check would generate a token, and wait for it while the server is paused.
         environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
         return [*command, *settings.extra_args], environment
 
@@ -71,9 +71,9 @@ class SglangDialect:
         if "are not supported for now" in text or "does not recognize this architecture" in text:
             return "this SGLang does not know the model's architecture; set generation.engine=transformers or embedded"
         if "unrecognized arguments" in text or "invalid choice" in text:
-            return "SGLang does not take one of generation.sglang.extra_args, or this version of it was not tried"
+            return "SGLang does not accept one of generation.sglang.extra_args, or this version of it was not tried"
         if "out of memory" in text or "not enough memory" in text:
-            return "it has too little memory; set generation.sglang.mem_fraction_static or context_length"
+            return "the server has too little memory; set generation.sglang.mem_fraction_static or context_length"
         return None
 
     # --- the state of a server ---
@@ -89,7 +89,7 @@ class SglangDialect:
         longest = info.get("context_length")
         if longest is not None and longest < self._context_length:
             raise ServerRefused(
-                f"{server.name} takes at most {longest} tokens, and the policy {self._context_length}: start it with "
+                f"{server.name} takes at most {longest} tokens, but the policy {self._context_length}: start it with "
                 f"--context-length {self._context_length}, or lower model.max_sequence_length"
             )
         if info.get("enable_deterministic_inference"):
@@ -98,7 +98,7 @@ class SglangDialect:
         return ServerFacts(takes_seeds=False, why_no_seeds=why)
 
     async def pause(self, server: ServerClient) -> None:
-        """Stop generation. Requests in flight wait without keys and values, which a weight sync makes invalid."""
+        """Stop generation. Requests in flight wait, and drop their keys and values, as a weight sync changes them."""
         await server.post("/pause_generation", {"mode": "retract"})
 
     async def resume(self, server: ServerClient) -> None:
@@ -131,7 +131,7 @@ class SglangDialect:
             "input_ids": list(request.prompt),
             "sampling_params": parameters,
             "return_logprob": True,
-            "logprob_start_len": -1,  # those of the completion alone
+            "logprob_start_len": -1,  # logprobs of the completion alone
         }
 
     def parse_response(self, body: Any) -> RawAnswer:
@@ -139,7 +139,7 @@ class SglangDialect:
         entries = about.get("output_token_logprobs") or []
         for token, entry in zip(ids, entries, strict=False):
             if entry[1] != token:
-                raise ValueError(f"a logprob is that of token {entry[1]}, and the token is {token}")
+                raise ValueError(f"a logprob is that of token {entry[1]}, but the token is {token}")
         spans = about.get("weight_versions") or []
         return RawAnswer(
             ids=ids,

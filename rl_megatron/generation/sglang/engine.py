@@ -33,7 +33,7 @@ def build_sglang_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: 
 
 
 def check_sglang(stage: StageConfig, vocab_size: int) -> None:
-    """Check that Hugging Face's format has the model, and that this machine has SGLang and the GPUs of its servers.
+    """Check that Hugging Face's format can express the model, and that this machine has SGLang and enough GPUs.
 
     Raises:
         ConfigError: Something is missing; the message names the key.
@@ -43,7 +43,7 @@ def check_sglang(stage: StageConfig, vocab_size: int) -> None:
 
 
 def _check_launch(stage: StageConfig, vocab_size: int) -> None:
-    """Check that Hugging Face's format has the model, and that this machine has SGLang."""
+    """Check that Hugging Face's format can express the model, and that this machine has SGLang."""
     settings = stage.generation.sglang
     remedy = (
         "set the key to the Python of an environment in which SGLang is installed, or name servers in "
@@ -53,7 +53,7 @@ def _check_launch(stage: StageConfig, vocab_size: int) -> None:
 
 
 def make_sglang_launcher(stage: StageConfig, vocab_size: int) -> ServerLauncher:
-    """Return how to start a stage's servers on a node without ranks, all of whose GPUs they may use.
+    """Return how to start a stage's servers on a node without ranks; the servers may use all GPUs of the node.
 
     Raises:
         ConfigError: Something is missing; the message names the key.

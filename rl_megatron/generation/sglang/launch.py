@@ -2,8 +2,8 @@
 
 Usage: python launch.py ARGUMENTS…
 
-The environment variable `RL_MEGATRON_SERVER_TOKEN` has the token. SGLang takes its key only as an argument, which
-everybody would see in the list of processes; here the argument is added within the process. It runs in SGLang's
+The environment variable `RL_MEGATRON_SERVER_TOKEN` has the token. SGLang accepts its key only as an argument, which all
+users would see in the list of processes. So this script adds the argument within the process. It runs in SGLang's
 environment, which may lack this package.
 """
 
@@ -15,7 +15,7 @@ import sys
 
 if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if path != here]  # its modules have names that others use, too
+    sys.path[:] = [path for path in sys.path if path != here]  # other packages have modules of the same names
     token = os.environ.get("RL_MEGATRON_SERVER_TOKEN")
     sys.argv += ["--api-key", token] if token else []
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

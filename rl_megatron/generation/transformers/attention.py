@@ -13,7 +13,7 @@ from rl_megatron.generation.slot_cache import SlotCache
 from rl_megatron.model.layers.delta_rule import DeltaStates, apply_delta_rule, compute_log_decays, convolve
 from rl_megatron.model.layers.sinks import attend_with_sinks
 
-ATTENTION = "rl_megatron"  # its name in transformers, which makes no masks for an attention that it does not know
+ATTENTION = "rl_megatron"  # the attention's name in transformers, which makes no masks for names that it does not know
 
 
 class CachedAttention(SlotCache):
@@ -80,7 +80,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Return the output [B, S, N, D] of a layer, in the form in which transformers calls attention functions."""
+    """Return the output [B, S, N, D] of a layer, with the signature of transformers' attention functions."""
     cache: CachedAttention = module.__dict__["slot_cache"]
     layer = module.__dict__["layer_idx"]
     return cache.attend(layer, query, key, value, scaling, sliding_window, s_aux), None
@@ -89,7 +89,7 @@ def _attend(
 def compute_gated_delta(module: torch.nn.Module, hidden_states: Tensor, **_: object) -> Tensor:
     """Return the output [B, S, H] of a gated delta net of Qwen3.5 in transformers, and cache its states.
 
-    It replaces the module's `forward`, which would keep them in a cache of transformers.
+    It replaces the module's `forward`, which would keep the states in a cache of transformers.
     """
     net: Any = module
     cache, layer = module.__dict__["slot_cache"], module.__dict__["layer_idx"]

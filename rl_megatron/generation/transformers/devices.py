@@ -1,4 +1,4 @@
-"""The devices of engines in processes of their own."""
+"""The devices of rollout engines that run in separate processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_megatron.config.generation import GenerationConfig
 
 
 def choose_engine_devices(settings: GenerationConfig, policy: torch.device) -> list[str]:
-    """Return the device of each engine, if the policy's rank 0 computes on device `policy`.
+    """Return the device of each engine. `policy` is the device of the policy's rank 0.
 
     Raises:
         ConfigError: Weights cannot be sent to the device, or this machine has no such device.
@@ -34,14 +34,14 @@ def choose_engine_devices(settings: GenerationConfig, policy: torch.device) -> l
     if last >= available:
         raise ConfigError(
             f"generation.engine_device={settings.engine_device} and generation.num_engines={count}: the last engine "
-            f"would compute on cuda:{last}, and this machine has {available} GPUs; set a lower cuda:N or num_engines, "
+            f"would compute on cuda:{last}, but this machine has {available} GPUs; set a lower cuda:N or num_engines, "
             "leave GPUs to the engines by starting fewer ranks, or set engine_device=cpu with refit=shared_memory"
         )
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if policy.type == "cuda" and settings.refit == "collective" and last - count + 1 < ranks:
         raise ConfigError(
             f"generation.engine_device={settings.engine_device} and generation.refit=collective: engines would share "
-            f"cuda:{last - count + 1} with a rank, and NCCL takes one process per GPU; set engine_device=cuda:{ranks} "
+            f"cuda:{last - count + 1} with a rank, but NCCL takes one process per GPU; set engine_device=cuda:{ranks} "
             "or higher, or refit=shared_memory"
         )
     return [f"cuda:{last - count + 1 + index}" for index in range(count)]

@@ -1,4 +1,4 @@
-"""Generate with Hugging Face models in separate processes, whose weights are sent and not read from a disk."""
+"""Generate with Hugging Face models in separate processes, which receive the weights instead of reading files."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _SECONDS_AFTER_A_BREAK = 5.0  # how long engines may take to report a collective
 class TransformersEngine:
     """A `RolloutEngine` in `generation.num_engines` processes, which the policy's rank 0 starts at the first sync.
 
-    Only rank 0 talks to the processes. It broadcasts their answers, so that all ranks decide alike. All ranks take part
+    Only rank 0 talks to the processes. It broadcasts their answers, so that all ranks act alike. All ranks take part
     when weights are sent over a collective. If a process dies, all engines are ended and restarted, because they share
-    a process group. They get the same weights and the same request, so the result is the same.
+    a process group. The new engines get the same weights and requests, so the result is the same.
 
     With `generation.refit=adapter` the engines get the base of the policy when they start. A weight sync then sends the
     adapter alone.
@@ -63,7 +63,7 @@ class TransformersEngine:
             WeightsRefused: On every rank, if the weights that arrived are not those that were sent.
             EngineFailed: On every rank, if engines die more often than `generation.max_engine_restarts`.
         """
-        if self._ranks.share(self._has_lost_a_process):  # while it decoded single requests, or waited for some
+        if self._ranks.share(self._has_lost_a_process):  # between calls, when engines decode single requests
             self._served = None
         if self._served is None or self._served.version != self.policy.weight_version:
             self._served = None
@@ -87,7 +87,7 @@ class TransformersEngine:
         for version in {span.version for completion in completions for span in completion.versions}:
             if version != self.policy.weight_version:
                 raise EngineFailed(
-                    f"the rollout engine answered with version {version} of the weights, and the policy's is "
+                    f"the rollout engine answered with version {version} of the weights, but the policy's is "
                     f"{self.policy.weight_version}; call sync() first"
                 )
 
@@ -100,7 +100,7 @@ class TransformersEngine:
         Raises:
             ConfigError: The prompt is too long for `max_new_tokens`.
             EngineFailed: The engine raised an exception.
-            EngineLost: Its process ended. After `sync` has started it again, the request may be repeated.
+            EngineLost: The engine's process ended. After `sync` has started it again, the request may be repeated.
             ValueError: Another request that has no completion yet has this id.
         """
         if self._served is None:
@@ -141,7 +141,7 @@ class TransformersEngine:
                 )
 
     def _ask_for_completions(self, requests: list[Request]) -> tuple[list[Completion], ...]:
-        """Return the answer of each engine that was given requests on rank 0, and none on other ranks."""
+        """Return on rank 0 the answer of each engine that got requests; return nothing on other ranks."""
         if self._served is None:  # the engines of the last attempt died
             self._sync_weights()
         parts = max(1, min(self.settings.num_engines, len(requests)))
@@ -152,8 +152,8 @@ class TransformersEngine:
     def _sync_weights(self) -> None:
         """Start the engines if needed, and send them the policy's current weights.
 
-        It keeps the metrics: those of the policy's `weights`, the time until the last engine serves the weights, and
-        the engines' phases `verify` and `copy`.
+        It keeps the metrics for `sync`: those of the `WeightSender`, the time until the last engine serves the weights,
+        and the engines' phases `verify` and `copy`.
         """
         if not self._started:
             self._start()
@@ -162,7 +162,7 @@ class TransformersEngine:
             at_engines = self._send_over_group(version)
         else:
             at_engines = self._send_in_shared_memory(self._sender, version)
-            if self._sends_adapter:  # training releases the memory of the policy's own sender
+            if self._sends_adapter:  # training releases only the memory of `policy.weights`
                 self._sender.release()
         slowest = {phase: max(seconds[phase] for seconds in at_engines) for phase in at_engines[0]}
         metrics = self._sender.timings.metrics(time.perf_counter() - began, slowest)
@@ -292,7 +292,7 @@ class TransformersEngine:
         return answers.values
 
     def _share_answers(self, to_all: bool) -> Answers:
-        """Return the engines' answers, or at least their failure, on every rank.
+        """Return the engines' answers on every rank; if not `to_all`, ranks other than 0 get only the failure.
 
         The other ranks wait in a broadcast. An engine may need longer than a collective's timeout, so rank 0 broadcasts
         before that time that there is no answer yet, and all wait again.

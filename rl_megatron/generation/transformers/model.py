@@ -33,14 +33,14 @@ def build_model(plan: RefitPlan, device: torch.device) -> PreTrainedModel:
     settings = dict(plan.hf_config)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with device:
-        # Eager code of experts exists for every size; grouped matrix products need rows whose size is a multiple of 16
-        # bytes.
+        # The eager implementation of experts supports every size. Grouped matrix products would need rows whose size is
+        # a multiple of 16 bytes.
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=ATTENTION, experts_implementation="eager", trust_remote_code=False
         )
     dtypes = {spec.name: spec.torch_dtype for bucket in plan.buckets for spec in bucket.tensors}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        # A router's bias is fp32, whatever the dtype of the others.
+        # A router's bias is fp32, whatever the dtype of the other tensors.
         tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
     for module in model.modules():
         if type(module).__name__ in _ROUTERS:
@@ -62,7 +62,7 @@ def _route_in_fp32(router: torch.nn.Module) -> None:
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return views of the model's weights, under the names that they have in a checkpoint.
+    """Return views of the model's weights, under their names in a checkpoint.
 
     A checkpoint has a tensor for each expert, while transformers stacks them: [experts, gate above up, hidden] and
     [experts, hidden, ffn]. gpt-oss alone has stacked experts in checkpoints, too.
@@ -99,8 +99,8 @@ class _AdapterHook:
 def attach_adapter(model: PreTrainedModel, plan: RefitPlan) -> dict[str, Tensor]:
     """Give a model the adapter that a plan announces, and return its tensors by their names in the plan.
 
-    They hold zeros until the first weight sync. Modules that are trained whole replace those of the base. The plan's
-    `hf_config` is an adapter_config.json.
+    The adapter's tensors are zeros until the first weight sync. Weight syncs of modules that are trained whole
+    overwrite the tensors of the base. The plan's `hf_config` is an adapter_config.json.
 
     Raises:
         WeightsRefused: The model has no linear layer of a name in the plan.
@@ -117,7 +117,7 @@ def attach_adapter(model: PreTrainedModel, plan: RefitPlan) -> dict[str, Tensor]
     modules = dict(model.named_modules())
     for module in sorted({name.removeprefix(PEFT_PREFIX).rpartition(_ADAPTER)[0] for name in tensors}):
         if not isinstance(modules.get(module), torch.nn.Linear):
-            raise WeightsRefused(f"{module} gets an adapter, and the engine's model has no linear layer of this name")
+            raise WeightsRefused(f"{module} gets an adapter, but the engine's model has no linear layer of this name")
         down, up = (tensors[f"{PEFT_PREFIX}{module}.lora_{letter}.weight"] for letter in _LETTERS)
         modules[module].register_forward_hook(_AdapterHook(down, up, scaling))
     of_base = checkpoint_tensors(model)  # weight syncs overwrite those of modules that are trained whole

@@ -13,7 +13,7 @@ from rl_megatron.generation.requests import PartialCompletion
 
 
 class PendingRequests:
-    """The requests without a completion. The messages of the policy's process call its first methods."""
+    """The requests without a completion. Messages of the policy's process call `add` and `abort`."""
 
     def __init__(self, answer: Callable[[Sequence[Any], str | None], None], make_decoder: Callable[[], Decoder]):
         """Start without requests.
@@ -31,11 +31,11 @@ class PendingRequests:
     # --- messages ---
 
     def add(self, request: Request) -> None:
-        """Take a request."""
+        """Add a request."""
         self._held.append(PartialCompletion(request))
 
     def abort(self, request_id: str) -> None:
-        """End a request with the tokens that it has."""
+        """End a request with the tokens that it has so far."""
         ended = [held.complete("abort") for held in self._held if held.request.request_id == request_id]
         self._held = [held for held in self._held if held.request.request_id != request_id]
         if self._decoder is not None:
@@ -58,7 +58,7 @@ class PendingRequests:
             self._answer(ended)
 
     def advance(self) -> None:
-        """Generate a token of each request that runs, and answer those that ended."""
+        """Generate a token for each running request, and send the completions that ended."""
         try:
             if self._decoder is None:
                 self._decoder = self._make_decoder()

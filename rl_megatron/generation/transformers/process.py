@@ -1,7 +1,7 @@
-"""Start engine processes, send them requests, and notice if one died.
+"""Start engine processes, send them requests, and notice if one dies.
 
-Calls and single requests are sent over the socket of a `ChildProcess`, and a thread for each process takes the answers.
-Engines must be started from a thread that lives as long as they are needed: the main thread.
+Calls and single requests are sent over the socket of a `ChildProcess`, and a thread for each process receives the
+answers. Engines must be started from a thread that lives as long as they are needed: the main thread.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class EngineProcess:
     """One engine process. Any thread may send it messages.
 
     Attributes:
-        index: Its number.
+        index: The engine's number.
         name: The engine's name for messages.
         socket: This end of its socket, from which one thread reads.
     """
@@ -71,7 +71,7 @@ class EngineProcess:
         self.index, self.name = index, f"rollout engine {index} (process {self._process.pid})"
         self.socket, self._sending = self._process.socket, threading.Lock()
         self.socket.setblocking(True)
-        # Without a time limit, a write to a stopped process would block. Answers may take any time.
+        # Without a time limit, a write to a stopped process would block. Reads have none: answers may take any time.
         limit = struct.pack("ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
@@ -95,7 +95,7 @@ class EngineProcess:
 
 
 class EngineRequests:
-    """The requests that engine processes have. It owns their futures.
+    """The single requests of engine processes, and their futures.
 
     Any thread may call its methods. Requests to a process that has ended fail.
 
@@ -142,7 +142,7 @@ class EngineRequests:
                     self._processes[self._futures[request_id][0]].send("request", "abort", (request_id,))
 
     def take(self, process: EngineProcess, answers: Sequence[Any], failure: str | None) -> None:
-        """Take the completions of some requests, or the ids of those that failed."""
+        """Set the results of some requests: `answers` has completions or, with a `failure`, ids of failed requests."""
         with self._lock:
             for answer in answers:
                 if failure is None:
@@ -151,7 +151,7 @@ class EngineRequests:
                     self._futures.pop(answer)[1].set_exception(EngineFailed(f"{process.name}: {failure}"))
 
     def end(self, process: EngineProcess) -> None:
-        """Let the requests of a process that has ended fail."""
+        """Set EngineLost as the result of all requests of a process that has ended."""
         with self._lock:
             self.has_lost_a_process = True
             lost = [request_id for request_id, (index, _) in self._futures.items() if index == process.index]
@@ -163,7 +163,7 @@ class EngineWorkers:
     """Engine processes that are called together.
 
     Attributes:
-        requests: The single requests to them.
+        requests: The single requests of the engines.
     """
 
     def __init__(self, count: int, timeout_seconds: float):
@@ -180,7 +180,7 @@ class EngineWorkers:
             threading.Thread(target=self._listen, args=(worker,), name=f"answers of {worker.name}", daemon=True).start()
 
     def _listen(self, worker: EngineProcess) -> None:
-        """Take the messages of a process until it ends."""
+        """Receive the messages of a process until it ends."""
         with suppress(OSError):
             while (message := read_frame(worker.socket)) is not None:
                 kind, value = message
@@ -207,7 +207,7 @@ class EngineWorkers:
     def hurry(self, seconds: float, why: str) -> None:
         """Shorten the time that is left for the pending call to `seconds`, for the reason `why`.
 
-        An engine that is silent then counts as dead.
+        An engine that has not answered by then counts as dead.
         """
         hurried = time.monotonic() + seconds
         if hurried < self._deadline:
@@ -249,7 +249,7 @@ class EngineWorkers:
             self._note(**{kind: f"{worker.name}: {value}"})
 
     def _report(self, worker: EngineProcess, done: int, total: int, noun: str, detail: str) -> None:
-        """Report the progress of all engines together that have reported theirs."""
+        """Report the total progress of all engines that have reported any."""
         self._progress[worker.index] = done, total
         all_done, all_total = map(sum, zip(*self._progress.values(), strict=True))
         log.report_progress(all_done, all_total, noun, detail)

@@ -68,7 +68,7 @@ class TransformersReplica:
         return logits
 
     def gather_stages(self, experts: Tensor) -> Tensor:
-        """Return the experts: there is one stage."""
+        """Return the experts unchanged: there is one stage."""
         return experts
 
     def sample(self, logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class TransformersReplica:
 class RoutingRecorder:
     """A recorder of the experts that a model's routers choose in each forward pass within its context.
 
-    Every family of transformers with experts passes the chosen experts to the module `mlp.experts` of a layer.
+    In every family with experts in transformers, a layer passes the chosen experts to its module `mlp.experts`.
     """
 
     def __init__(self, model: PreTrainedModel):

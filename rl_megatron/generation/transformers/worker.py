@@ -1,7 +1,7 @@
-"""Run a rollout engine's process: a Hugging Face model that gets all of its weights by refit, and samples from it.
+"""Run a rollout engine's process, which samples from a Hugging Face model that gets all its weights by refit.
 
-The module `process` starts it, calls its methods, and sends it single requests. It ends with the policy's process. It
-does not import megatron-core.
+The module `process` starts this process, calls its methods, and sends it single requests. It ends with the policy's
+process. It does not import megatron-core.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class TransformersWorker:
         return self.receiver.seconds
 
     def begin(self, version: int) -> None:
-        """Begin a refit in shared memory: `begin`, then `take` for each bucket, then `finish`."""
+        """Begin a refit in shared memory. `take` for each bucket and then `finish` follow."""
         self.receiver.begin(version)
 
     def take(self, handle: WeightHandle) -> None:
@@ -139,7 +139,7 @@ def serve(connection: socket.socket, worker: TransformersWorker) -> None:
 
 
 def main(arguments: list[str], worker: TransformersWorker) -> None:
-    """Serve the parent process, a `ChildProcess`."""
+    """Serve the parent process, which has started this one as a `ChildProcess`."""
     connection, _ = connect(arguments)
     with suppress(OSError):  # the other end has closed the socket
         serve(connection, worker)

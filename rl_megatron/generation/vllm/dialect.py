@@ -1,7 +1,7 @@
 """`VllmDialect`: vLLM's launch command, URLs and JSON.
 
-Every request is ids in and ids out, on `/inference/v1/generate`, which reports the version of the weights of each span
-of tokens. The server has no tokenizer and reads no weights.
+Requests and answers have token ids instead of text. The path `/inference/v1/generate` reports the version of the
+weights of each span of tokens. The server loads no tokenizer and, unless it gets only an adapter, no weights.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class VllmDialect:
         Args:
             settings: The configuration section.
             max_model_len: The most tokens of a prompt with its completion.
-            logprobs_mode: The value of `--logprobs-mode` with which the logprobs are those that `Completion` has.
+            logprobs_mode: The value of `--logprobs-mode` with which vLLM returns the logprobs of `Completion`.
             launch_args: Arguments that the weight sync needs.
             launch_environment: Environment variables that the weight sync needs.
             records_routing: Whether the servers record to which experts they route each token.
-            sleeps: Whether servers are started so that they can release their memory.
+            sleeps: Whether servers are started with the option to release their memory.
             dtype: The dtype of the policy's weights, in which servers compute.
             adapter_rank: The rank of the adapter that servers apply themselves; None if they get merged weights.
         """
@@ -99,7 +99,7 @@ class VllmDialect:
         model = launch.weights or launch.model_directory
         command = [settings.python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         command += [part for key, value in options.items() if value is not None for part in (f"--{key}", str(value))]
-        command += ["--tokens-only"]  # it registers the path, and starts without a tokenizer
+        command += ["--tokens-only"]  # registers `_GENERATE`, and starts without a tokenizer
         command += [_RECORD_ROUTING] if self._records_routing else []
         eager = on_cpu if settings.enforce_eager is None else settings.enforce_eager
         command += ["--enforce-eager"] if eager else []
@@ -112,16 +112,16 @@ class VllmDialect:
 
     def _make_environment(self, launch: Launch) -> dict[str, str]:
         environment = self._launch_environment | {
-            "VLLM_SERVER_DEV_MODE": "1",  # it registers the paths for weight syncs and pauses
+            "VLLM_SERVER_DEV_MODE": "1",  # registers the paths for weight syncs and pauses
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if self._records_routing else {}),  # only the second one records
+            **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if self._records_routing else {}),  # the first runner cannot record
         }
         if launch.devices:
             return environment
         return environment | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind all servers to the same cores
-            "VLLM_CPU_CI_ENV": "1",  # no warm-up: it compiles for minutes
+            "VLLM_CPU_CI_ENV": "1",  # no warm-up, which would compile for minutes
         }
 
     def explain(self, log: str) -> str | None:
@@ -139,7 +139,7 @@ class VllmDialect:
                 "this vLLM cannot record routed experts here, for example on a CPU; set generation.router_replay=false"
             )
         if "unrecognized arguments" in text or "invalid choice" in text:
-            return "vLLM does not take one of generation.vllm.extra_args, or this version of vLLM was not tried"
+            return "vLLM does not accept one of generation.vllm.extra_args, or this version of vLLM was not tried"
         if "out of memory" in text or "available kv cache memory" in text or "no available memory" in text:
             return (
                 "it has too little memory; set generation.vllm.gpu_memory_utilization, kv_cache_memory_bytes or "
@@ -164,17 +164,17 @@ class VllmDialect:
         model, scheduler = config["model_config"], config["scheduler_config"]
         if model["logprobs_mode"] != self._logprobs_mode:
             raise ServerRefused(
-                f"{server.name} was started with --logprobs-mode {model['logprobs_mode']}, and generation.temperature, "
+                f"{server.name} was started with --logprobs-mode {model['logprobs_mode']}, but generation.temperature, "
                 f"top_k and top_p need {self._logprobs_mode}: start it with --logprobs-mode {self._logprobs_mode}"
             )
         if model["dtype"] != f"torch.{self._dtype}":
             raise ServerRefused(
-                f"{server.name} computes in {model['dtype'].removeprefix('torch.')}, and the policy in {self._dtype}: "
+                f"{server.name} computes in {model['dtype'].removeprefix('torch.')}, but the policy in {self._dtype}: "
                 f"start it with --dtype {self._dtype}"
             )
         if model["max_model_len"] < self._max_model_len:
             raise ServerRefused(
-                f"{server.name} takes at most {model['max_model_len']} tokens, and the policy {self._max_model_len}: "
+                f"{server.name} takes at most {model['max_model_len']} tokens, but the policy {self._max_model_len}: "
                 f"start it with --max-model-len {self._max_model_len}, or lower model.max_sequence_length"
             )
         if self._records_routing and not config["aux_output_config"]["enable_return_routed_experts"]:
@@ -190,7 +190,7 @@ class VllmDialect:
         if most < self._max_model_len:
             why = f"{server.name} computes on a CPU with --max-num-batched-tokens {most}, less than a sequence can have"
             return ServerFacts(takes_seeds=False, why_no_seeds=why)
-        # A CPU's random numbers cannot be set back, so vLLM's engine ends if a step has only a part of a prompt with a
+        # vLLM cannot reset a CPU's random generator, so its engine ends if a step has only a part of a prompt with a
         # seed. If all tokens in flight fit into one step, no prompt is divided.
         return ServerFacts(max_tokens_in_flight=most)
 
@@ -198,7 +198,7 @@ class VllmDialect:
         most = 0 if settings is None else settings["max_lora_rank"]
         if self._adapter_rank is not None and most < self._adapter_rank:
             raise ServerRefused(
-                f"{server.name} takes adapters of rank {most} at most, and peft.r={self._adapter_rank}: start it with "
+                f"{server.name} takes adapters of rank {most} at most, but peft.r={self._adapter_rank}: start it with "
                 f"--enable-lora --max-lora-rank {self._adapter_rank}, or set generation.refit=collective"
             )
 
@@ -240,7 +240,7 @@ class VllmDialect:
         ids, content = choice["token_ids"], choice["logprobs"]["content"]
         for token, entry in zip(ids, content, strict=False):
             if entry["token_id"] != token:
-                raise ValueError(f"a logprob is that of token {entry['token_id']}, and the token is {token}")
+                raise ValueError(f"a logprob is that of token {entry['token_id']}, but the token is {token}")
         return RawAnswer(
             ids=ids,
             logprobs=[None if _is_missing(entry["logprob"]) else entry["logprob"] for entry in content],
@@ -255,7 +255,7 @@ def _is_missing(logprob: float | None) -> bool:
 
 
 def _decode_experts(encoded: str | None) -> Tensor:
-    """Decode an array in the format .npy in base64, [tokens, layers, k] int16."""
+    """Decode an array [tokens, layers, k] from base64 of the format .npy, as int16."""
     if encoded is None:
         raise ValueError("it has no routed experts")
     array = np.load(BytesIO(b64decode(encoded)), allow_pickle=False)

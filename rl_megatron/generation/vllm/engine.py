@@ -77,7 +77,7 @@ def make_vllm_dialect(
 
 
 def make_vllm_launcher(stage: StageConfig, vocab_size: int) -> ServerLauncher:
-    """Return how to start a stage's servers on a node without ranks, all of whose GPUs they may use.
+    """Return how to start a stage's servers on a node without ranks; the servers may use all GPUs of the node.
 
     Raises:
         ConfigError: Something is missing; the message names the key.
@@ -96,7 +96,7 @@ def can_sleep(generation: GenerationConfig, device: torch.device) -> bool:
 
 
 def check_vllm(stage: StageConfig, vocab_size: int) -> None:
-    """Check that Hugging Face's format has the model, and that this machine has vLLM and the GPUs of its servers.
+    """Check that Hugging Face's format can express the model, and that this machine has vLLM and enough GPUs.
 
     Raises:
         ConfigError: Something is missing; the message names the key.
@@ -109,7 +109,7 @@ def check_vllm(stage: StageConfig, vocab_size: int) -> None:
 
 
 def _check_launch(stage: StageConfig, vocab_size: int) -> None:
-    """Check that Hugging Face's format has the model, and that this machine has vLLM."""
+    """Check that Hugging Face's format can express the model, and that this machine has vLLM."""
     generation, settings = stage.generation, stage.generation.vllm
     remedy = (
         "run scripts/install_vllm.sh, which makes an environment with vLLM, or set the key to the Python of one, or "

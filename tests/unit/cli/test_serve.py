@@ -53,7 +53,7 @@ def test_wrong_nodes_are_refused(overrides, nodes, message):
         ((*GRPO, "generation.vllm.server_urls=[http://a:1]"), "name servers that run already; leave them out"),
         ((*GRPO, "--port", "0"), "--port 0: must be from 1 to 65535"),
         ((*GRPO, "--stage", "grpp"), "--stage grpp: no stage that uses servers has this name; did you mean 'grpo'"),
-        ((*GRPO, "generation.vllm.python=no/python"), "generation.vllm.python=no/python is not there"),
+        ((*GRPO, "generation.vllm.python=no/python"), "generation.vllm.python=no/python cannot be found"),
         (TWO_STAGES, "start their servers differently; choose one with --stage"),
         ((*GRPO, "generation.vllm.python=sh"), "generation.vllm.port=null: the run has to know"),
     ],

@@ -206,7 +206,7 @@ def test_keep_best_needs_an_evaluation_of_every_checkpoint(overrides, words):
     ("overrides", "gpus", "words"),
     [
         (["engine_device=cuda"], 0, "generation.engine_device=cuda .*would compute on cuda:0, .* has 0 GPUs; set"),
-        (["engine_device=cuda:1", "num_engines=2"], 2, "num_engines=2: .* on cuda:2, and this machine has 2 GPUs; set"),
+        (["engine_device=cuda:1", "num_engines=2"], 2, "num_engines=2: .* on cuda:2, but this machine has 2 GPUs; set"),
         (["engine_device=cuda:1", "num_engines=2"], 3, None),
         (["engine_device=auto"], 0, None),
     ],

@@ -72,7 +72,7 @@ def test_a_peer_that_does_not_answer_raises_within_the_timeout_and_ends_the_grou
 
 def test_a_peer_that_never_joins_raises_within_the_timeout():
     began = time.monotonic()
-    with pytest.raises(CollectiveFailed, match="rank 0 of the 2 around 127.0.0.1:.* could not join"):
+    with pytest.raises(CollectiveFailed, match="rank 0 of the 2 processes that meet at 127.0.0.1:.* could not join"):
         StandaloneGroup("127.0.0.1", free_port(), 0, 2, CPU, timeout_seconds=0.5)
     assert time.monotonic() - began < 10
 

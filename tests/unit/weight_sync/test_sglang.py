@@ -128,7 +128,7 @@ def sync_with(server):
 
 def test_a_server_of_another_model_is_refused_before_it_is_asked_to_join():
     server = Server("GemmaForCausalLM")
-    with pytest.raises(ServerRefused, match="server 0 serves GemmaForCausalLM, and the policy is LlamaForCausalLM"):
+    with pytest.raises(ServerRefused, match="server 0 serves GemmaForCausalLM, but the policy is LlamaForCausalLM"):
         sync_with(server).connect()
     assert server.asked == ["/server_info", "/model_info"]
 

@@ -50,7 +50,7 @@ def test_an_answer_with_other_weights_than_the_policys_is_refused(engines):
     engine, fake = engines(fakes=1)
     engine.sync()
     fake.weights = "7"
-    with pytest.raises(EngineFailed, match=r"generated tokens 1 to 4 with version 7 of the weights, and the policy's"):
+    with pytest.raises(EngineFailed, match=r"generated tokens 1 to 4 with version 7 of the weights, but the policy's"):
         generate(engine, PROMPTS, SAMPLING, seed=1)
 
 
@@ -165,14 +165,14 @@ def test_a_refusal_of_a_healthy_server_ends_the_run_without_a_restart(engines, m
 def test_a_server_that_describes_itself_in_another_form_is_named(engines):
     engine, fake = engines(fakes=1)
     fake.version = None
-    with pytest.raises(EngineFailed, match=rf"{fake.url}.* describes itself in another form"):
+    with pytest.raises(EngineFailed, match=rf"{fake.url}.* describes itself in an unexpected form"):
         engine.sync()
 
 
 def test_a_server_with_another_dtype_is_refused(engines):
     engine, fake = engines(fakes=1)
     fake.settings["model_config"]["dtype"] = "torch.bfloat16"
-    with pytest.raises(EngineFailed, match="computes in bfloat16, and the policy in float32: start it with --dtype"):
+    with pytest.raises(EngineFailed, match="computes in bfloat16, but the policy in float32: start it with --dtype"):
         engine.sync()
 
 

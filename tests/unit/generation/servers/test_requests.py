@@ -83,8 +83,8 @@ def test_a_request_has_ids_a_seed_and_no_end_of_sequence_of_the_server(servers):
 
 WRONG_ANSWERS = {
     "fewer logprobs": (changed(logprobs=lambda old: {"content": old["content"][:-1]}), "3 logprobs for 4 tokens"),
-    "no logprobs": (changed(logprobs=None), "in another form"),
-    "positive logprob": (logprob(0.5), "logprob of token 4 is 0.5, and a logprob cannot be positive"),
+    "no logprobs": (changed(logprobs=None), "in an unexpected form"),
+    "positive logprob": (logprob(0.5), "logprob of token 4 is 0.5, but a logprob cannot be positive"),
     "id beyond the vocabulary": (
         changed(
             token_ids=[6, 7, 8, 999],
@@ -95,7 +95,7 @@ WRONG_ANSWERS = {
     "logprobs of other tokens": (changed(token_ids=[6, 7, 8, 10]), "a logprob is that of token 9"),
     "weights of another sender": (
         changed(weight_versions=[{"version": "default", "start": 0, "end": 4}]),
-        "tokens 1 to 4 are of weights 'default', which the policy did not send",
+        "tokens 1 to 4 have weight version 'default', which the policy did not send",
     ),
     "no versions": (changed(weight_versions=None), "weight versions are given for 0 of its 4 tokens"),
     "a gap between versions": (
@@ -112,7 +112,7 @@ WRONG_ANSWERS = {
     ),
     "a stop without a stop token": (changed(finish_reason="stop"), "its last token 9 is none of [20]"),
     "another reason": (changed(finish_reason="repetition"), "ended for the reason 'repetition'"),
-    "no choices": (lambda answer, handler, body: {"choices": []}, "in another form"),
+    "no choices": (lambda answer, handler, body: {"choices": []}, "in an unexpected form"),
     "no JSON": (is_not_json, "which is not JSON"),
     "a refusal": (status(400, "max_tokens is too large"), "status 400: max_tokens is too large"),
 }  # fmt: skip
@@ -192,7 +192,7 @@ def test_a_version_that_was_not_tried_is_refused_with_those_that_were(servers):
     ("section", "key", "value", "message"),
     [
         ("model_config", "logprobs_mode", "raw_logits", "start it with --logprobs-mode processed_logprobs"),
-        ("model_config", "max_model_len", 32, "takes at most 32 tokens, and the policy 64: start it with"),
+        ("model_config", "max_model_len", 32, "takes at most 32 tokens, but the policy 64: start it with"),
     ],
 )
 def test_a_setting_that_makes_answers_unusable_is_refused(servers, section, key, value, message):
@@ -225,7 +225,7 @@ def test_requests_that_were_answered_before_a_death_are_not_repeated(servers):
 
 def test_a_prompt_with_an_id_beyond_the_vocabulary_is_not_sent(servers):
     fake = servers()
-    with pytest.raises(EngineFailed, match=r"request 'a' has the token id 50, and the tokenizer has 50 tokens"):
+    with pytest.raises(EngineFailed, match=r"request 'a' has the token id 50, but the tokenizer has 50 tokens"):
         ask(fake, requests=[request(prompt=(1, 50))])
     assert not fake.asked, "such a request ends the engine of a vLLM server"
 

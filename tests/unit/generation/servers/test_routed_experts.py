@@ -44,7 +44,7 @@ def test_experts_are_those_of_the_prompt_and_of_all_sampled_tokens_but_the_last(
 def test_missing_experts_and_those_of_other_tokens_are_refused():
     with pytest.raises(ValueError, match="it has no routed experts"):
         answer(None)
-    with pytest.raises(EngineFailed, match=r"shape \(5, 3, 2\), and the model read 4 tokens"):
+    with pytest.raises(EngineFailed, match=r"shape \(5, 3, 2\), but the model read 4 tokens"):
         answer(np.zeros((5, 3, 2), np.uint8))
 
 

@@ -45,7 +45,7 @@ def facts(**info):
 def test_a_version_that_was_not_tried_and_a_short_context_are_refused():
     with pytest.raises(ServerRefused, match=r"is SGLang 0.4.1, with which this package was not tried; .* 0\.5\.23"):
         facts(version="0.4.1")
-    with pytest.raises(ServerRefused, match="takes at most 32 tokens, and the policy 64: start it with --context-l"):
+    with pytest.raises(ServerRefused, match="takes at most 32 tokens, but the policy 64: start it with --context-l"):
         facts(context_length=32)
 
 
@@ -63,15 +63,15 @@ def test_seeds_are_sent_only_to_servers_that_obey_them():
 @pytest.mark.parametrize(
     ("info", "said"),
     [
-        ({"dtype": "bfloat16"}, "computes in bfloat16, and the policy in float32; start it with --dtype float32"),
-        ({"dp_size": 2}, "has dp_size=2, and its endpoints for weights need dp_size 1"),
+        ({"dtype": "bfloat16"}, "computes in bfloat16, but the policy in float32; start it with --dtype float32"),
+        ({"dp_size": 2}, "has dp_size=2, but its endpoints for weights need dp_size=1"),
         ({"pp_size": 2}, "has pp_size=2"),
     ],
 )
 def test_a_server_that_cannot_take_the_weights_is_refused(info, said):
     with pytest.raises(ServerRefused, match=said):
         check_server("SGLang server 0", INFO | info, {}, PLAN)
-    with pytest.raises(ServerRefused, match="serves Qwen2ForCausalLM, and the policy is LlamaForCausalLM"):
+    with pytest.raises(ServerRefused, match="serves Qwen2ForCausalLM, but the policy is LlamaForCausalLM"):
         check_server("SGLang server 0", INFO, {"architectures": ["Qwen2ForCausalLM"]}, PLAN)
     check_server("SGLang server 0", INFO, {"architectures": ["LlamaForCausalLM"]}, PLAN)
 
@@ -128,7 +128,7 @@ def test_the_token_is_the_key_of_the_server_and_is_not_in_its_command(tmp_path, 
     [
         (".venv-sglang/bin/python cannot be run: No such file", "generation.sglang.python=.venv-sglang/bin/python has"),
         ("No module named sglang", "has no SGLang"),
-        ("error: unrecognized arguments: --y", "does not take one of generation.sglang.extra_args"),
+        ("error: unrecognized arguments: --y", "does not accept one of generation.sglang.extra_args"),
         ("torch.OutOfMemoryError: CUDA out of memory", "set generation.sglang.mem_fraction_static"),
         ("Model architectures ['X'] are not supported for now", "set generation.engine=transformers or embedded"),
     ],
@@ -147,6 +147,6 @@ def test_an_answer_has_ids_logprobs_and_versions_and_a_logprob_of_another_token_
     answer = dialect().parse_response(body(output_token_logprobs=pairs, weight_versions=spans))
     assert (answer.ids, answer.logprobs, answer.reason) == ([5, 6], [-0.5, None], "length")
     assert answer.versions == [("3", 0, 2)]
-    with pytest.raises(ValueError, match="a logprob is that of token 7, and the token is 6"):
+    with pytest.raises(ValueError, match="a logprob is that of token 7, but the token is 6"):
         dialect().parse_response(body(output_token_logprobs=[[-0.5, 5, None], [-0.5, 7, None]]))
     assert dialect().parse_response(body()).logprobs == []  # which `checked` refuses
