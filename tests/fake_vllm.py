@@ -27,6 +27,7 @@ class FakeVllm:
         wrong_times: How many answers it is applied to.
         asked: The bodies of all requests for completions.
         called: The paths of all other POST requests.
+        awaited: It answers no request until this many were in flight at the same time, or five seconds have passed.
         most_in_flight: The most requests for completions that were in flight at the same time.
     """
 
@@ -35,6 +36,7 @@ class FakeVllm:
         self.wrong, self.wrong_times, self.seconds, self.health_status = None, 1 << 30, 0.0, 200
         self.asked, self.called = [], []
         self.in_flight = self.tokens_in_flight = self.most_in_flight = self.most_tokens = 0
+        self.awaited, self.arrived = 0, threading.Condition()
         self.lock, self.going = threading.Lock(), threading.Event()
         self.going.set()
         fake = self
@@ -108,6 +110,9 @@ class FakeVllm:
             wrong = self.wrong if self.wrong_times > 0 else None
             self.wrong_times -= wrong is not None
         try:
+            with self.arrived:
+                self.arrived.notify_all()
+                self.arrived.wait_for(lambda: self.most_in_flight >= self.awaited, timeout=5.0)
             time.sleep(self.seconds)
             answer = self.completion(body)
             if wrong is not None:

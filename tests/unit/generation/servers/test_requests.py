@@ -235,7 +235,7 @@ def test_a_prompt_with_an_id_beyond_the_vocabulary_is_not_sent(servers):
 
 def test_a_server_has_no_more_requests_in_flight_than_it_may(servers):
     fake = servers()
-    fake.seconds = 0.02
+    fake.awaited, fake.seconds = 3, 0.02
     completions = ask(fake, requests=[request(f"{i}", prompt=(i,)) for i in range(9)], max_requests=3)
     assert [each.ids[0] for each in completions] == [i + 1 for i in range(9)]
     assert fake.most_in_flight == 3
@@ -244,7 +244,7 @@ def test_a_server_has_no_more_requests_in_flight_than_it_may(servers):
 def test_a_server_on_a_cpu_gets_no_more_tokens_than_one_of_its_steps_takes(servers, logged):
     """Its engine would end: a prompt with a seed must not be divided (docs/rollout_engines.md)."""
     fake = servers()
-    fake.seconds = 0.02
+    fake.awaited, fake.seconds = 3, 0.02
     fake.settings["scheduler_config"]["max_num_batched_tokens"] = 64  # a request has 3 + 4 tokens
     requests = [request(f"{i}") for i in range(30)]
     assert len(ask(fake, requests=requests)) == 30
