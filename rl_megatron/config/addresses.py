@@ -1,4 +1,4 @@
-"""Addresses of this machine, for processes that have only the standard library, too."""
+"""The check for loopback addresses, which needs only the standard library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches an address. Other names than localhost may be those of any machine."""
+    """Return whether an address is reachable from this machine only; False for host names except localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,7 +1,7 @@
 """Declarations of the advantage estimators that `algorithm.advantage_estimator` can choose.
 
-The functions are registered in rl_megatron/algorithms/advantage_estimators.py. What a configuration has to know of them
-is declared here, where it is checked without torch.
+The functions are registered in rl_megatron/algorithms/advantage_estimators.py. Their declarations are here, so that a
+configuration is checked without importing torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _INPUTS = {*_OPTIONAL, "rewards", "group_size", "sample_mask", "token_mask", "tu
 
 @dataclass(frozen=True)
 class Estimator:
-    """What a configuration has to know of an advantage estimator. The defaults are those of a user's function.
+    """What configuration checks read of an advantage estimator. A user's function has the defaults.
 
     Attributes:
-        reads: The optional inputs that it may read. Keys that set up one that it does not read have no effect.
-        least_samples: The samples that a prompt needs.
-        together: What one rank must own: all sequences of a "trajectory" or of a "group", or nothing but a "sequence",
-            because rewards are enough, which every rank knows of all samples.
+        reads: The optional inputs that it may read. A key that affects only other inputs is refused.
+        least_samples: The minimum number of samples per prompt.
+        together: Which sequences one rank must own together: those of a "group", or of a "trajectory". "sequence":
+            none, because the estimator needs only rewards, and every rank has those of all samples.
     """
 
     reads: frozenset[str] = _OPTIONAL

@@ -1,7 +1,7 @@
-"""What the settings of algorithms of one kind have in common: their keys, and the rules between them.
+"""Base classes of algorithm settings: the keys that several algorithms share, and the rules between these keys.
 
-The package's algorithms are in config/algorithms.py. A plugin's declares its settings in the same way: a subclass of
-`AlgorithmConfig`, or of `RolloutConfig` or `PairsConfig`, under `@section`.
+The settings of the package's algorithms are in config/algorithms.py. A plugin's algorithm declares its own in the same
+way: as a subclass of `AlgorithmConfig`, `RolloutConfig` or `PairsConfig`, decorated with `@section`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ register_algorithm_config = register_class("name", ALGORITHM_CONFIGS, declared="
 
 
 def check_whole_pairs(counts: dict[str, int]) -> None:
-    """Check that numbers of sequences, by their keys, are even: a pair is two sequences."""
+    """Check that the numbers of sequences in `counts` (key → number) are even: a pair is two sequences."""
     for key, count in counts.items():
         if count % 2:
             raise ConfigError(
@@ -60,7 +60,7 @@ class RolloutConfig(AlgorithmConfig):
         """Return how many completions a rollout step learns from, so that the policy takes one optimizer step on it."""
         prompts, samples = (section.get(key, getattr(cls, key)) for key in ("prompts_per_step", "samples_per_prompt"))
         if not (isinstance(prompts, int) and isinstance(samples, int)):
-            return super().usual_batch_size(section)  # whose type is refused when the section is checked
+            return super().usual_batch_size(section)  # the check of the section refuses the wrong type
         return prompts * cls.learned_per_prompt(samples)
 
     @classmethod
@@ -80,21 +80,21 @@ class RolloutConfig(AlgorithmConfig):
 
     @property
     def least_samples(self) -> int:
-        """Return how many samples of a prompt there must be, if some fail, to learn from the others."""
+        """Return how many samples of a prompt must succeed for the policy to learn from them."""
         return 1
 
     @property
     def reads_components(self) -> bool:
-        """Return whether the algorithm reads the scores of each reward function, and not their sum alone."""
+        """Return whether the algorithm reads the scores of each reward function, not only their weighted sum."""
         return False
 
     @property
     def reads_data_sets(self) -> bool:
-        """Return whether the algorithm reads from which data set of the mixture a prompt is."""
+        """Return whether the algorithm reads which data set of the mixture each prompt comes from."""
         return False
 
     def prompts_of_all_steps(self, train: TrainConfig) -> int:
-        """Return how many prompts the stage draws at most."""
+        """Return the maximum number of prompts that the stage draws."""
         return train.steps * self.rounds_per_step * self.prompts_per_step
 
     def optimizer_steps_of_rollouts(self, train: TrainConfig, rollouts: int, passes: int) -> int:
@@ -114,14 +114,14 @@ class RolloutConfig(AlgorithmConfig):
         """Check that the samples of a prompt can differ: no turn is sampled greedily."""
         if stage.generation.temperature == 0:
             raise ConfigError(
-                f"generation.temperature=0 is greedy sampling, and {self.name} needs samples that differ; set it above "
+                f"generation.temperature=0 is greedy sampling, but {self.name} needs samples that differ; set it above "
                 "0"
             )
         for number, turn in enumerate(stage.rollout.turn_sampling):
             if turn.temperature == 0:
                 raise ConfigError(
-                    f"rollout.turn_sampling[{number}].temperature=0 is greedy sampling, and {self.name} learns from "
-                    "the tokens of every turn as sampled ones; set it above 0"
+                    f"rollout.turn_sampling[{number}].temperature=0 is greedy sampling, but {self.name} treats the "
+                    "tokens of every turn as sampled; set it above 0"
                 )
 
 
@@ -131,14 +131,17 @@ class PolicyGradientConfig(RolloutConfig):
 
     may_change_on_resume: ClassVar[frozenset[str]] = frozenset({"recompute_logprobs"})
 
-    updates_per_rollout: Positive = 1  # passes over each rollout; train.global_batch_size splits a pass into steps
-    # Whether a forward pass computes the policy's logprobs of a rollout before the policy learns from it. auto: only if
-    # something reads them before the first optimizer step or after it. always. never: refused in these cases. Without
-    # that pass, π_prev is the policy of the training step's own forward pass, so that π/π_prev is exactly 1.
+    # passes over each rollout; each optimizer step of a pass learns from train.global_batch_size sequences
+    updates_per_rollout: Positive = 1
+    # Whether a separate forward pass computes the policy's logprobs (π_prev) of a rollout before the first optimizer
+    # step on it. auto: only if needed, because the policy takes several optimizer steps on a rollout, or because the
+    # loss, the rewards or your own function read these logprobs. always: for every rollout. never: for none; refused if
+    # they are needed. Without the pass, π_prev comes from the training step's own forward pass, so that π/π_prev is
+    # exactly 1.
     recompute_logprobs: Literal["auto", "always", "never"] = "auto"
 
     def needs_logprobs(self, stage: StageConfig) -> str | None:
-        """Return why the logprobs have to be known before the policy learns from a rollout, or None."""
+        """Return why the logprobs must be computed before the policy learns from a rollout, or None."""
         steps = self.optimizer_steps_of_rollouts(stage.train, 1, self.updates_per_rollout)
         if steps > 1:
             return (
@@ -155,11 +158,11 @@ class PolicyGradientConfig(RolloutConfig):
         return self.optimizer_steps_of_rollouts(train, train.steps, self.updates_per_rollout)
 
     def may_read_logprobs(self) -> bool:
-        """Return whether a function of the user may read the logprobs before the policy learns from a rollout."""
+        """Return whether a function of the user may read the logprobs before the first optimizer step on a rollout."""
         return False
 
     def check(self, stage: StageConfig) -> None:
-        """Check that nothing needs the logprobs that `recompute_logprobs=never` leaves out."""
+        """Check that nothing needs the logprobs if `recompute_logprobs=never`."""
         super().check(stage)
         reason = self.needs_logprobs(stage)
         if self.recompute_logprobs == "never" and reason is not None:

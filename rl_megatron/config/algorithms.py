@@ -71,7 +71,8 @@ class DistillationConfig(AlgorithmConfig):
 
     name: Literal["distillation"] = "distillation"  # the algorithm
     teachers: tuple[TeacherConfig, ...] = ()  # the models to learn from
-    # The teacher's most likely tokens that loss=distillation compares; loss=full_distillation compares all tokens.
+    # How many of the teacher's most likely tokens loss=distillation compares at each position; loss=full_distillation
+    # compares the whole vocabulary.
     top_k: Positive = 64
 
     def check(self, stage: StageConfig) -> None:
@@ -82,7 +83,7 @@ class DistillationConfig(AlgorithmConfig):
 @register_algorithm_config
 @section
 class OnPolicyDistillationConfig(PolicyGradientConfig):
-    """On-policy distillation: the student samples, and learns the teacher's next-token distributions there."""
+    """On-policy distillation: the student learns the teacher's next-token distributions on its own completions."""
 
     usual_loss: ClassVar[str | None] = "full_distillation"
 
@@ -90,17 +91,17 @@ class OnPolicyDistillationConfig(PolicyGradientConfig):
     prompts_per_step: Positive = 32  # prompts per rollout step
     samples_per_prompt: Positive = 1  # completions per prompt
     teachers: tuple[TeacherConfig, ...] = ()  # the models to learn from
-    # The teacher's most likely tokens that loss=distillation compares; loss=full_distillation compares all tokens, and
-    # with loss=clipped_pg the advantage compares the sampled token alone.
+    # How many of the teacher's most likely tokens loss=distillation compares at each position. loss=full_distillation
+    # compares the whole vocabulary, and the advantage of loss=clipped_pg compares only the sampled token.
     top_k: Positive = 64
 
     @property
     def reads_data_sets(self) -> bool:
-        """Return whether data sets have teachers of their own."""
+        """Return whether a teacher is only for some data sets."""
         return any(teacher.data_sets for teacher in self.teachers)
 
     def may_read_logprobs(self) -> bool:
-        """Return True: the advantage of a token has the policy's logprob."""
+        """Return True: a token's advantage is computed from the policy's logprob."""
         return True
 
     def check(self, stage: StageConfig) -> None:
@@ -123,12 +124,12 @@ class DPOConfig(PairsConfig):
     precompute_reference: bool = False
 
     def check(self, stage: StageConfig) -> None:
-        """Check what pairs require, and refuse batches whose reference logprobs were not computed."""
+        """Check the rules for pairs, and that `precompute_reference` covers all batches of the stage."""
         super().check(stage)
         if self.precompute_reference and stage.train.on_nonfinite == "roll_back":
             raise ConfigError(
-                "algorithm.precompute_reference=true has the logprobs of the stage's own batches only, and "
-                "train.on_nonfinite=roll_back continues with later ones; set train.on_nonfinite=skip, or "
+                "algorithm.precompute_reference=true computes logprobs for the stage's planned batches only, but "
+                "train.on_nonfinite=roll_back continues with later batches; set train.on_nonfinite=skip, or "
                 "algorithm.precompute_reference=false"
             )
 
@@ -141,7 +142,7 @@ class OnlineDPOConfig(RolloutConfig):
     usual_loss: ClassVar[str | None] = "dpo"
 
     name: Literal["online_dpo"] = "online_dpo"  # the algorithm
-    prompts_per_step: Positive = 32  # prompts per rollout step, each of which becomes a pair
+    prompts_per_step: Positive = 32  # prompts per rollout step; each gives one pair
     samples_per_prompt: Annotated[int, Field(ge=2), Number] = 2  # completions per prompt: the best and worst are used
 
     @classmethod
@@ -151,7 +152,7 @@ class OnlineDPOConfig(RolloutConfig):
 
     @property
     def least_samples(self) -> int:
-        """Return 2, which form a pair."""
+        """Return 2: a pair needs two samples."""
         return 2
 
     def optimizer_steps(self, train: TrainConfig) -> int:
@@ -159,7 +160,7 @@ class OnlineDPOConfig(RolloutConfig):
         return self.optimizer_steps_of_rollouts(train, train.steps, passes=1)
 
     def check(self, stage: StageConfig) -> None:
-        """Check that batches hold whole pairs, and that completions are sampled between the steps."""
+        """Check that batches hold whole pairs, and that rollouts are not asynchronous."""
         super().check(stage)
         check_whole_pairs(
             {
@@ -185,7 +186,7 @@ class KTOConfig(AlgorithmConfig):
     name: Literal["kto"] = "kto"  # the algorithm
 
     def check(self, stage: StageConfig) -> None:
-        """Check that a batch has several answers, because the reference point mismatches prompts and answers."""
+        """Check that a batch has several answers: the reference point gives prompts the answers to other prompts."""
         super().check(stage)
         if stage.train.global_batch_size < 2:
             raise ConfigError(
@@ -213,20 +214,21 @@ class GRPOConfig(PolicyGradientConfig):
     name: Literal["grpo"] = "grpo"  # the algorithm
     prompts_per_step: Positive = 32  # prompts per rollout step
     samples_per_prompt: Positive = 8  # completions per prompt, which form a group; at least 2 for group_relative
-    # group_relative: compare a sample's reward with the mean of its group. group_relative_turns: compare the rewards
-    # from a turn on with those of the same turn of the group. group_relative_steps: compare the reward of each turn
-    # with the mean of all turns of the group, and add up the turns that follow. reinforce_plus_plus: compare the return
-    # of each token with the mean of the whole batch. With loss.use_kl_in_reward, the KL is subtracted from the rewards
-    # of tokens, which these three use. reinforce_plus_plus_baseline: subtract the mean of the group, and scale by the
-    # deviation of the whole batch. optimal_baseline: compare with the group's mean, weighted by length (OPO).
-    # group_decoupled: compare the scores of each reward function within the group, and then add them up (GDPO).
-    # file.py:name or package.module:name: your own function.
+    # How a sample's advantage is computed. group_relative: its reward minus the mean of its group.
+    # group_relative_turns: for each turn, the sum of rewards from this turn on, minus the group's mean of this sum.
+    # group_relative_steps: subtract the mean over all turns of the group from each turn's reward, then sum from each
+    # turn on. reinforce_plus_plus: the return of each token minus the mean of the whole batch. group_relative_turns,
+    # group_relative_steps and reinforce_plus_plus use the rewards of tokens, from which loss.use_kl_in_reward subtracts
+    # the KL. reinforce_plus_plus_baseline: the reward minus the group's mean, divided by the standard deviation of the
+    # whole batch. optimal_baseline: the reward minus the group's mean weighted by length (OPO). group_decoupled:
+    # normalize the scores of each reward function within the group, and then add them up (GDPO). file.py:name or
+    # package.module:name: your own function.
     advantage_estimator: Annotated[str, AfterValidator(check_estimator_name)] = "group_relative"
-    # group_relative and group_relative_turns: compare with the mean of the other samples of the group (RLOO).
+    # group_relative and group_relative_turns: subtract the mean of the other samples of the group (RLOO).
     leave_one_out: bool = False
     normalize_std: bool = True  # group_relative…: divide by the group's standard deviation (Dr. GRPO: false)
     dynamic_sampling: bool = False  # drop groups whose rewards are all equal, and sample other prompts instead (DAPO)
-    dynamic_sampling_max_rounds: Positive = 4  # most rounds of prompts per step with dynamic_sampling
+    dynamic_sampling_max_rounds: Positive = 4  # maximum rounds of prompts per step with dynamic_sampling
 
     @property
     def rounds_per_step(self) -> int:
@@ -249,7 +251,7 @@ class GRPOConfig(PolicyGradientConfig):
         return "component_rewards" in get_estimator(self.advantage_estimator).reads
 
     def may_read_logprobs(self) -> bool:
-        """Return whether the advantage estimator may read them, as a user's own may."""
+        """Return whether the advantage estimator may read the policy's logprobs, as a user's function may."""
         return "rollouts" in get_estimator(self.advantage_estimator).reads
 
     def check(self, stage: StageConfig) -> None:
@@ -266,8 +268,8 @@ class GRPOConfig(PolicyGradientConfig):
         for key, default in OPTIONS.items():
             if key not in reads and getattr(self, key) != default:
                 raise ConfigError(
-                    f"algorithm.{key}={str(not default).lower()} has no effect: it is for advantages relative to a "
-                    f"group, and algorithm.advantage_estimator={self.advantage_estimator} does not compute them; set "
+                    f"algorithm.{key}={str(not default).lower()} has no effect: it applies to advantages relative to a "
+                    f"group, but algorithm.advantage_estimator={self.advantage_estimator} does not compute these; set "
                     f"it to {str(default).lower()}, or algorithm.advantage_estimator=group_relative"
                 )
 
@@ -294,7 +296,7 @@ class PPOConfig(PolicyGradientConfig):
     whiten_advantages: bool = True  # scale advantages to mean 0 and standard deviation 1 over the tokens of a rollout
     critic_optimizer: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)  # the critic's optimizer
     critic_warmup_steps: NonNegative = 0  # rollout steps at the start in which only the critic learns
-    value_clip: PositiveFloat | None = 0.2  # how far a value may move from the rollout's value; null: any distance
+    value_clip: PositiveFloat | None = 0.2  # how far a value may move from its value in the rollout; null: no limit
 
     def optimizer_steps(self, train: TrainConfig) -> int:
         """Return how many optimizer steps the policy takes."""

@@ -1,6 +1,6 @@
 """Read what a checkpoint has besides weights: its model section, and the Hugging Face files that it was imported with.
 
-No torch is needed, so that a configuration can be made from a checkpoint.
+This module does not import torch, because a configuration is composed before torch is imported.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def _read_model_section(checkpoint: Path, read: ReadModel | None) -> dict[str, A
     unknown = sorted(section.keys() - defaults.keys())
     if unknown:
         raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has the unknown key model.{unknown[0]}")
-    return defaults | section  # a key that the checkpoint does not have was added later; its model has the default
+    return defaults | section  # a key that the checkpoint lacks was added later, and its model has the default
 
 
 def describe_missing_checkpoint(path: Path, as_written: Callable[[str], str] = str) -> str:
     """Return the end of a message about a path without a manifest: what it is, and what to write instead.
 
-    `as_written` returns what to write to use the checkpoint at a path.
+    `as_written` turns a checkpoint's path into what the user should write.
     """
     if not path.exists():
         return "does not exist"
@@ -78,7 +78,7 @@ def describe_missing_checkpoint(path: Path, as_written: Callable[[str], str] = s
 
 
 def find_hugging_face_files(checkpoint: Path) -> Path | None:
-    """Return the directory of the Hugging Face files that a checkpoint, or its run, began with.
+    """Return the directory of the Hugging Face files that a checkpoint, or the run that wrote it, was imported with.
 
     The directory has every file except the weights. The result is None if the model did not come from Hugging Face.
     """
@@ -86,7 +86,7 @@ def find_hugging_face_files(checkpoint: Path) -> Path | None:
 
 
 def find_imported_tokenizer(checkpoint: Path) -> Path | None:
-    """Return the directory of the Hugging Face tokenizer that a checkpoint, or its run, began with, or None."""
+    """Return the directory of the tokenizer among the Hugging Face files of a checkpoint, or of its run, or None."""
     return _first_tokenizer(checkpoint, HUGGING_FACE)
 
 

@@ -11,7 +11,7 @@ TRUNCATION_TYPES = ("tis", "icepop", "seq-mask-tis")
 REJECTION_TYPES = ("geometric", "k3")
 
 
-# What each method needs of other keys, and why.
+# The values of other keys that each method needs, and why.
 _NEEDED = {
     "use_cispo": {
         "disable_ppo_ratio": (False, "CISPO weights tokens by the ratio"),
@@ -25,7 +25,7 @@ _NEEDED = {
         "disable_ppo_ratio": (False, "GMPO averages the ratios"),
         "force_on_policy_ratio": (False, "the ratios would always be 1"),
         "sequence_level_importance_ratios": (False, "GMPO clips each token's ratio before it averages them"),
-        "ratio_clip_c": (None, "dual clip is of single tokens"),
+        "ratio_clip_c": (None, "dual clip bounds single tokens"),
         "token_level_loss": (False, "GMPO averages over sequences"),
     },
     "use_sapo": {
@@ -41,16 +41,16 @@ _NEEDED = {
         "use_gmpo": (False, "both replace PPO's surrogate"),
         "use_sapo": (False, "both replace PPO's surrogate"),
         "force_on_policy_ratio": (False, "the covariances need prev_logprobs"),
-        "sequence_level_importance_ratios": (False, "one ratio per sequence leaves no single token out"),
+        "sequence_level_importance_ratios": (False, "with one ratio per sequence, no single token can be left out"),
     },
     "use_kl_cov": {
         "use_cispo": (False, "both replace PPO's surrogate"),
         "use_gmpo": (False, "both replace PPO's surrogate"),
         "use_sapo": (False, "both replace PPO's surrogate"),
-        "use_clip_cov": (False, "each controls the same tokens in another way"),
-        "disable_ppo_ratio": (False, "the penalty is of the ratio"),
+        "use_clip_cov": (False, "both methods treat the same tokens, in different ways"),
+        "disable_ppo_ratio": (False, "the penalty depends on the ratio"),
         "force_on_policy_ratio": (False, "the ratio would always be 1, which has no penalty"),
-        "sequence_level_importance_ratios": (False, "the penalty is of each token's own ratio"),
+        "sequence_level_importance_ratios": (False, "the penalty depends on each token's own ratio"),
         "ratio_clip_c": (None, "KL-Cov does not clip"),
     },
 }
@@ -63,24 +63,24 @@ class ClippedPGLossConfig:
 
     Keys of the ratio r = π/π_prev:
         disable_ppo_ratio: Use REINFORCE's −A·log π instead of the ratio. ratio_clip_* have no effect.
-        force_on_policy_ratio: Use π_prev := sg(π), so that r ≡ 1 and prev_logprobs is not read. It is right for one
-            update per rollout, and takes precedence over disable_ppo_ratio.
+        force_on_policy_ratio: Use π_prev := sg(π), so that r ≡ 1 and prev_logprobs is not read. It is exact for one
+            optimizer step per rollout, and takes precedence over disable_ppo_ratio.
         sequence_level_importance_ratios: Use one ratio per sequence (GSPO). It needs token_level_loss=False. The
             importance sampling correction is then per sequence too: the product over the sequence's tokens.
         ratio_clip_min, ratio_clip_max: r is clipped to [1 − ratio_clip_min, 1 + ratio_clip_max].
         ratio_clip_c: The bound c > 1 of dual clip: if A < 0, the loss is at most −c·A. null disables dual clip.
         use_cispo: Use the clipped ratio as a constant weight on log π (CISPO).
         use_gmpo: Use the geometric mean of a sequence's clipped ratios (GMPO). log r is clipped to [−ratio_clip_min,
-            ratio_clip_max], on the side that its advantage would push it past. It needs token_level_loss=False.
+            ratio_clip_max], only at the bound towards which the advantage pushes it. It needs token_level_loss=False.
         use_sapo: Use a sigmoid around r = 1 instead of the clip (SAPO). ratio_clip_* have no effect.
         sapo_temperature_pos, sapo_temperature_neg: The temperatures τ > 0 of SAPO's sigmoid, for tokens with A > 0 and
             for others. A larger τ makes the gradient of a token vanish nearer to r = 1.
 
     Keys of tokens that are selected by their covariance (A − mean A)·(log π_prev − mean log π_prev):
-        use_clip_cov: Leave tokens out of the loss whose covariance is between clip_cov_min and clip_cov_max (Clip-Cov).
-            The means are over all tokens of a rollout.
-        clip_cov_ratio: The share of all tokens that are left out at most, drawn at random; at least one token.
-        clip_cov_min, clip_cov_max: The bounds of their covariances.
+        use_clip_cov: Leave tokens out of the loss if their covariance is between clip_cov_min and clip_cov_max
+            (Clip-Cov). The means above are over all tokens of a rollout.
+        clip_cov_ratio: The maximum share of all tokens that is left out, drawn at random; at least one token.
+        clip_cov_min, clip_cov_max: The bounds of the covariance.
         use_kl_cov: Use −A·r without a clip, and add kl_cov_coef·|log r| for the tokens with the highest covariances
             (KL-Cov). ratio_clip_* have no effect.
         kl_cov_ratio: The share of all tokens that have this penalty; at least one token.
@@ -101,22 +101,23 @@ class ClippedPGLossConfig:
             sampled from π_generation.
 
     Keys of the correction for the generation engine's probabilities:
-        use_importance_sampling_correction: Weight each token by π_prev/π_generation. NaN and ∞ count as 0.
+        use_importance_sampling_correction: Weight each token by π_prev/π_generation. A NaN or ∞ weight becomes 0.
         truncated_importance_sampling_type: How the weights are truncated. "tis" clamps a weight to [ratio_min or 0,
             ratio]. "icepop" drops tokens whose weight is outside [ratio_min, ratio]. "seq-mask-tis" drops sequences
-            whose geometric mean of weights is outside it. NaN and ∞ are outside all bounds, and stay 0.
+            whose geometric mean of weights is outside these bounds. A NaN or ∞ weight is outside all bounds and becomes
+            0.
         truncated_importance_sampling_ratio: The upper bound of the weights. It is required with a type.
         truncated_importance_sampling_ratio_min: The lower bound. It is required by icepop and seq-mask-tis.
 
-    Keys of the rejection of sequences on which the trainer and the engine disagree. Their loss is 0, but they count in
-    the averages. They need generation_logprobs, and no correction:
+    Keys that reject sequences on which the trainer and the engine disagree. A rejected sequence has loss 0, but counts
+    in the averages. These keys need generation_logprobs, but not the correction above:
         sequence_rejection_type: "geometric" rejects sequences whose geometric mean of π_prev/π_generation is outside
             [sequence_rejection_min, sequence_rejection_max]. "k3" rejects those whose mean k3 estimate of
             KL(π_generation‖π_prev) exceeds sequence_rejection_max. Both reject a sequence with a token whose ratio is
             NaN or ∞. null rejects none.
         sequence_rejection_max: The upper bound. It is required with a type.
         sequence_rejection_min: The lower bound of "geometric", which requires it.
-        token_veto_threshold: With or without a type, sequences are rejected that have a token whose π_prev/π_generation
+        token_veto_threshold: Reject sequences with any token whose π_prev/π_generation is below this number in (0, 1),
             is below this number in (0, 1), or NaN or ∞; usually 1e-4. null vetoes none.
 
     Keys of further terms:
@@ -176,7 +177,7 @@ class ClippedPGLossConfig:
 
     @property
     def uses_covariances(self) -> bool:
-        """Return whether the loss treats the tokens of `covariance_mask` in another way."""
+        """Return whether the loss treats the tokens selected in `covariance_mask` differently."""
         return self.use_clip_cov or self.use_kl_cov
 
     @property
@@ -244,8 +245,8 @@ class ClippedPGLossConfig:
         if kind is None:
             if high is not None or low is not None:
                 raise ValueError(
-                    "sequence_rejection_max or _min is set, but sequence_rejection_type is null; set the type to one "
-                    f"of {REJECTION_TYPES} or the bounds to null"
+                    "sequence_rejection_max or sequence_rejection_min is set, but sequence_rejection_type is null; "
+                    f"set the type to one of {REJECTION_TYPES} or the bounds to null"
                 )
             return
         if kind not in REJECTION_TYPES:

@@ -21,7 +21,7 @@ def format_override(key: str, value: str) -> str:
 
 
 def format_list_override(key: str, value: str) -> str | None:
-    """Return `key=[…]` in Hydra's syntax, where `value` is a list whose texts were written without quotes.
+    """Return `key=[…]` in Hydra's syntax, where `value` is a list whose strings may lack quotes.
 
     Numbers and quoted texts stay as they are. The result is None if the list has lists or mappings in it.
     """
@@ -33,5 +33,5 @@ def format_list_override(key: str, value: str) -> str | None:
 
 
 def _quote(value: str) -> str:
-    """Return a text in double quotes. Hydra reads a backslash as itself, unless a quote comes after it."""
+    """Return a text in double quotes. Hydra reads a backslash literally, unless a quote follows it."""
     return '"' + re.sub(r'(\\*)(?="|$)', r"\1\1", value).replace('"', '\\"') + '"'

@@ -18,18 +18,18 @@ PROBLEMS = "problems with rewards"  # the policy answers, and a task rewards the
 
 @section
 class MixedData:
-    """One data set of a mixture. The keys that it shares with `data` mean the same there."""
+    """One data set of a mixture. Keys that the section `data` also has mean the same."""
 
     path: str | tuple[str, ...] | None = None  # files, or a directory
     dataset_name: str | None = None  # a data set of the Hugging Face Hub, instead of path
     subset: str | None = None  # the subset of dataset_name
     split: str | None = None  # the split to train on; null: train
-    weight: NonNegativeFloat = 1.0  # its share of the items of a batch, relative to the others
+    weight: NonNegativeFloat = 1.0  # its share of the items of a batch, relative to the weights of the other data sets
     name: str | None = None  # its name in messages and for mix_weights; null: the name of its file or data set
-    columns: dict[str, str] | None = None  # our name of a field -> its name in the records; null: data.columns
+    columns: dict[str, str] | None = None  # name that rl_megatron uses -> name in the records; null: data.columns
 
     @property
     def shown_name(self) -> str:
-        """Return its name."""
+        """Return the name of the data set in messages."""
         source = self.dataset_name or (self.path if isinstance(self.path, str) else (self.path or ("",))[0])
         return self.name or PurePath(source).name.split(".")[0]

@@ -28,7 +28,7 @@ def find_sources(kind: str) -> list[str]:
 
 
 def choose_source(data: Mapping[str, object], algorithm: str) -> str:
-    """Return the source for a data section that does not name one, by what the algorithm learns from."""
+    """Return the default source of a data section: one that provides what the algorithm learns from."""
     needed = ALGORITHM_CONFIGS[algorithm].learns_from
     task = data.get("task") or {}
     if isinstance(task, Mapping) and "name" in task and "task" in find_sources(needed):
@@ -36,7 +36,7 @@ def choose_source(data: Mapping[str, object], algorithm: str) -> str:
     providing = [name for name in find_sources(needed) if name != "task"]
     if not providing:
         raise ConfigError(
-            f"algorithm={algorithm} needs {needed}, and no data source has them; use a plugin that registers one"
+            f"algorithm={algorithm} needs {needed}, but no data source provides them; use a plugin that registers one"
         )
     return providing[0]
 
@@ -150,7 +150,7 @@ def check_data(data: DataConfig) -> None:
     sources = {"path": data.path, "dataset_name": data.dataset_name, "mix": data.mix}
     used = [key for key, source in sources.items() if source]
     if len(used) > 1:
-        raise ConfigError(f"data.{used[0]} and data.{used[1]} both say where the data is; remove one")
+        raise ConfigError(f"data.{used[0]} and data.{used[1]} both name the data; remove one")
     if data.mix:
         _check_mix(data)
     elif data.mix_weights is not None:
@@ -179,12 +179,12 @@ def check_plain(data: DataConfig, why: str) -> None:
 
 
 def require_place(data: DataConfig) -> None:
-    """Check that the section names its data: before a run, but not to print a configuration."""
+    """Check that the section names its data. A configuration that is only printed need not."""
     if data.reads_path and data.path is None and data.dataset_name is None and not data.mix:
         records = ", data.dataset_name to a data set of the Hub" if data.reads_records else ""
         raise ConfigError(
-            f"data.path is not set and data.source={data.source} reads it; set data.path to a file or directory"
-            f"{records}, or data=arithmetic to try without files"
+            f"data.path is not set, but data.source={data.source} needs it; set data.path to a file or "
+            f"directory{records}, or data=arithmetic to try without files"
         )
 
 
@@ -200,7 +200,7 @@ def _check_ignored(data: DataConfig) -> None:
 
 
 def _check_mix(data: DataConfig) -> None:
-    """Check that each data set of a mixture has one location, a name of its own, and that some weight is not 0."""
+    """Check that each data set of a mixture has one location and a unique name, and that some weight is not 0."""
     for key in ("subset", "split"):
         if getattr(data, key) is not None:
             raise ConfigError(f"data.{key} has no effect with data.mix; set it in the data sets of data.mix")
@@ -208,7 +208,7 @@ def _check_mix(data: DataConfig) -> None:
     for number, data_set in enumerate(data.mix):
         where = f"data.mix[{number}]"
         if (data_set.path is None) == (data_set.dataset_name is None):
-            raise ConfigError(f"{where} needs a path or a dataset_name, and not both; set one")
+            raise ConfigError(f"{where} needs either a path or a dataset_name; set exactly one")
         if data_set.subset is not None and data_set.dataset_name is None:
             raise ConfigError(f"{where}.subset={data_set.subset} has no effect without dataset_name; remove it")
         if data_set.shown_name in names:
@@ -218,4 +218,4 @@ def _check_mix(data: DataConfig) -> None:
             )
         names.append(data_set.shown_name)
     if not any(data_set.weight for data_set in data.mix):
-        raise ConfigError("data.mix: every weight is 0, so that no record would be read; set one of them")
+        raise ConfigError("data.mix: every weight is 0, so no record would be read; set one above 0")

@@ -12,10 +12,10 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.config.schema import StageConfig
 
-UNVERIFIED = ("disk", "adapter")  # the engine itself does not compare the weights that arrive with those sent
+UNVERIFIED = ("disk", "adapter")  # the engine itself does not verify the weights that it receives
 _OF_ENGINES_IN_PROCESSES = ("collective", "shared_memory")
 _MERGED = "set generation.refit=collective, which sends merged weights"  # the remedy
-# The ways of other engines. Each is tried with the engine, or its page says that it is not.
+# The values of generation.refit for these engines. Each is tested, or the engine's docs say that it is not.
 _OF_ENGINES = {
     "transformers": (*_OF_ENGINES_IN_PROCESSES, "adapter"),
     "vllm": ("collective", "shared_memory", "disk", "adapter"),
@@ -24,13 +24,13 @@ _OF_ENGINES = {
 
 
 def check_refit(generation: GenerationConfig) -> None:
-    """Check that the engine takes weights in the chosen way, and that every key about it has an effect."""
+    """Check that the engine supports the chosen refit, and that every key of the refit has an effect."""
     engine, refit = generation.engine, generation.refit
     ways = _OF_ENGINES.get(engine, _OF_ENGINES_IN_PROCESSES)
     if refit not in ways:
         others = [other for other, its_ways in _OF_ENGINES.items() if refit in its_ways]
         raise ConfigError(
-            f"generation.refit={refit}: generation.engine={engine} takes weights by {' or '.join(ways)}; set one of "
+            f"generation.refit={refit}: generation.engine={engine} receives weights by {' or '.join(ways)}; set one of "
             f"these, or generation.engine={' or '.join(others)}"
         )
     writes_files = refit == "disk" or (refit == "adapter" and engine == "vllm")
@@ -41,13 +41,13 @@ def check_refit(generation: GenerationConfig) -> None:
         )
     if refit in UNVERIFIED and engine != "transformers" and generation.gate_prompts == 0:
         raise ConfigError(
-            f"generation.refit={refit} with generation.gate_prompts=0: the engine does not verify weights that come in "
-            "this way, so the logprob check has to; set gate_prompts to 1 or more, or refit=collective"
+            f"generation.refit={refit} with generation.gate_prompts=0: the engine does not verify weights that it "
+            "receives this way, so the logprob check must; set gate_prompts to 1 or more, or refit=collective"
         )
     if generation.vllm.allow_insecure_serialization:
         raise ConfigError(
-            f"generation.vllm.allow_insecure_serialization=true does nothing: generation.refit={refit} pickles "
-            "nothing; leave it out"
+            f"generation.vllm.allow_insecure_serialization=true does nothing: generation.refit={refit} uses no pickle; "
+            "leave it out"
         )
 
 
@@ -64,34 +64,34 @@ def check_adapter_refit(stage: StageConfig) -> None:
     elif model.num_experts is not None:
         refused = f"model.num_experts={model.num_experts}, and {generation.engine} stacks the experts' weights"
     elif stage.peft.use_dora:
-        refused = f"peft.use_dora=true, and {generation.engine} takes no magnitudes of adapters"
+        refused = f"peft.use_dora=true, and {generation.engine} does not support DoRA's magnitudes"
     elif is_vllm and stage.peft.modules_to_save:
         modules = ", ".join(stage.peft.modules_to_save)
-        refused = f"peft.modules_to_save=[{modules}], and vLLM takes no modules beside an adapter"
+        refused = f"peft.modules_to_save=[{modules}], and vLLM loads only the adapter itself"
     elif is_vllm and stage.peft.r > VLLM_ADAPTER_RANKS[-1]:
-        refused = f"peft.r={stage.peft.r}, and vLLM takes adapters of rank {VLLM_ADAPTER_RANKS[-1]} at most"
+        refused = f"peft.r={stage.peft.r}, and vLLM supports adapters of rank {VLLM_ADAPTER_RANKS[-1]} at most"
     elif is_vllm and model.kv_lora_rank is not None:
-        refused = f"model.kv_lora_rank={model.kv_lora_rank}, and vLLM's adapters of such models have another form"
+        refused = f"model.kv_lora_rank={model.kv_lora_rank}, and vLLM expects adapters of such models in another format"
     elif is_vllm and stage.rollout.async_enabled:
-        refused = "rollout.async_enabled=true, and vLLM ends unfinished completions with the adapter before"
+        refused = "rollout.async_enabled=true, and vLLM finishes running completions with the previous adapter"
     elif is_vllm and generation.vllm.enable_sleep_mode:
-        refused = "generation.vllm.enable_sleep_mode=true drops the base, which is sent once"
+        refused = "generation.vllm.enable_sleep_mode=true drops the base weights, which are sent only once"
         remedy = "set enable_sleep_mode=false, or generation.refit=collective"
     if refused is not None:
         raise ConfigError(f"generation.refit=adapter: {refused}; {remedy}")
 
 
 def refuse_several(adapters: Sequence[LoraConfig]) -> None:
-    """Refuse to send several adapters: an engine takes one."""
+    """Refuse to send several adapters: an engine supports only one."""
     if len(adapters) > 1:
         names = ", ".join(adapter.adapter_name for adapter in adapters)
         raise ConfigError(
-            f"generation.refit=adapter: the model has the adapters {names}, and an engine takes one; {_MERGED}"
+            f"generation.refit=adapter: the model has the adapters {names}, but an engine supports only one; {_MERGED}"
         )
 
 
 def opens_memory(generation: GenerationConfig) -> bool:
-    """Return whether engines open the memory of the policy's rank 0 to read weights."""
+    """Return whether engines read weights from shared memory of the policy's rank 0."""
     return generation.refit == "shared_memory" or (generation.refit == "adapter" and generation.engine != "vllm")
 
 
@@ -175,8 +175,8 @@ def check_generation(generation: GenerationConfig) -> None:
     if generation.stop_strings and not ENGINE_DECLARATIONS[name].stops_at_strings:
         others = [other for other, engine in ENGINE_DECLARATIONS.items() if engine.stops_at_strings]
         raise ConfigError(
-            f"generation.stop_strings={list(generation.stop_strings)}: generation.engine={name} does not stop at "
-            f"texts; set generation.engine={' or '.join(others)}, or generation.stop_tokens"
+            f"generation.stop_strings={list(generation.stop_strings)}: generation.engine={name} does not support stop "
+            f"strings; set generation.engine={' or '.join(others)}, or generation.stop_tokens"
         )
     if generation.gate_prompts == 0 and generation.gate_limit is not None:
         raise ConfigError(
@@ -227,7 +227,7 @@ def _check_servers(generation: GenerationConfig) -> None:
 
 
 def choose_vllm_logprobs_mode(generation: GenerationConfig) -> str:
-    """Return the `--logprobs-mode` with which vLLM's logprobs are log softmax(logits/temperature), before top-k/top-p.
+    """Return the `--logprobs-mode` for which vLLM's logprobs are log softmax(logits/temperature), before top-k/top-p.
 
     vLLM gives logprobs at temperature 1 before everything ("raw"), or after temperature, top-k and top-p ("processed").
     Settings for which neither is right are refused.
@@ -239,7 +239,7 @@ def choose_vllm_logprobs_mode(generation: GenerationConfig) -> str:
         return "raw_logprobs"
     raise ConfigError(
         f"generation.temperature={generation.temperature} with generation.top_k={generation.top_k} and "
-        f"generation.top_p={generation.top_p}: vLLM gives logprobs before temperature, or after top_k and top_p, and "
-        "the trainer needs those in between; set temperature to 1, or top_k to 0 and top_p to 1, or "
-        "generation.engine=transformers"
+        f"generation.top_p={generation.top_p}: vLLM gives logprobs before temperature, or after top_k and top_p, but "
+        "the trainer needs those after temperature and before top_k and top_p; set temperature to 1, or top_k to 0 "
+        "and top_p to 1, or generation.engine=transformers"
     )

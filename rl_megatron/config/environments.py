@@ -1,4 +1,4 @@
-"""The settings of environments, tools and agents, with which the policy talks between its turns."""
+"""The settings of environments, tools and agents, which answer the policy's turns."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from rl_megatron.config.loading.settings import Number, Positive, PositiveFloat,
 class EnvironmentConfig:
     """The environment that answers the policy's turns, with `rollout.worker=conversation` or `verifiers`."""
 
-    # The class of the environment, as file.py:Name or package.module:Name, or openenv. Each trajectory has an
-    # environment of its own. With rollout.worker=verifiers: the name of an installed environment of that library, or a
-    # function that loads one, as file.py:name. null: no environment.
+    # The class of the environment, as file.py:Name or package.module:Name, or openenv. Each trajectory has its own
+    # instance. With rollout.worker=verifiers: the name of an installed environment of that library, or a function that
+    # loads one, as file.py:name. null: no environment.
     name: str | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)  # the arguments with which it is made, by name
-    # Processes beside rank 0 that hold the environments. null: one for each CPU that rank 0 may use, at most 32.
+    kwargs: dict[str, Any] = field(default_factory=dict)  # arguments of the environment's class or function, by name
+    # Worker processes of rank 0 that run the environments. null: one for each CPU that rank 0 may use, at most 32.
     processes: Positive | None = None
-    # How long a call of the environment may take. A plain method that takes longer ends its process; the other
-    # trajectories of the process are then made again. With rollout.worker=verifiers it is the time of a whole rollout,
-    # without the time of the rollout engine.
+    # Time limit of one call of the environment. If a method that is not async exceeds it, its process is killed, and
+    # the other trajectories in that process start again. With rollout.worker=verifiers: time limit of a whole rollout,
+    # not counting waits for the rollout engine.
     seconds_per_call: PositiveFloat = 60.0
     # Memory of one process, in MiB; an allocation beyond it raises MemoryError in the environment. null: no limit.
     memory_mb: PositiveFloat | None = 4096.0
-    # The Python interpreter of these processes, such as .venv-adapters/bin/python, if packages of the environment do
-    # not fit those of the run. It needs Python 3.11 or newer, and not this package. null: that of the run.
+    # The Python interpreter of these processes, such as .venv-adapters/bin/python, if the environment's packages
+    # conflict with the run's. It must be Python 3.11 or newer, and need not have rl_megatron installed. null: the run's
+    # interpreter.
     python: str | None = None
-    max_answer_mb: PositiveFloat = 1.0  # the most that a call of the environment may return, in MiB
+    max_answer_mb: PositiveFloat = 1.0  # largest return value of a call of the environment, in MiB
 
 
 @section
@@ -44,22 +45,22 @@ class ToolsConfig:
     # The functions: names of tools of the package (calculator, python) or of a plugin, and import strings as in
     # `my_tools.py:search`. Empty: no tools.
     functions: tuple[str, ...] = ()
-    # How the model writes a call. auto: by the text of the chat template. hermes: also Qwen 2.5 and Qwen 3. qwen:
-    # the XML of Qwen3-Coder. llama: the JSON of Llama 3.1. pythonic: Llama 4 and the small models of Llama 3.2.
+    # How the model writes a call. auto: detected from the chat template. hermes: also Qwen 2.5 and Qwen 3. qwen: the
+    # XML of Qwen3-Coder. llama: the JSON of Llama 3.1. pythonic: Llama 4 and the small models of Llama 3.2.
     format: Literal["auto", "hermes", "qwen", "llama", "mistral", "pythonic"] = "auto"
     # What to do if a call fails or cannot be read. answer: the model gets the text of the error. end: the trajectory
     # ends and counts as truncated. fail: the trajectory fails, as if the rollout worker had raised an error.
     on_error: Literal["answer", "end", "fail"] = "answer"
-    max_calls: Positive = 8  # calls of one turn that are run; each further one is an error
+    max_calls: Positive = 8  # maximum calls in one turn; each further call is an error
     seconds_per_call: PositiveFloat = 10.0  # how long one call may take
     max_answer_characters: Positive = 8192  # a longer answer is cut, and the model is told so
     processes: Positive = 2  # processes that run the functions
-    memory_mb: Positive = 1024  # memory of one of these processes, and of the programs of the tool python, in MiB
+    memory_mb: Positive = 1024  # memory limit of each process, and of each program of the tool python, in MiB
 
 
 AGENT = "agent"  # the value of rollout.worker that runs the command
 GATEWAY = ("gateway", "starlette", "uvicorn")  # the extra, and its packages
-_GIVEN = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "RL_MEGATRON_RECORD", "RL_MEGATRON_RESULT")  # by the worker itself
+_GIVEN = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "RL_MEGATRON_RECORD", "RL_MEGATRON_RESULT")  # set by the worker
 
 
 @section
@@ -70,17 +71,17 @@ class AgentConfig:
     # needs rollout.worker=agent.
     command: str | None = None
     directory: str | None = None  # the directory in which it runs; null: that of the run
-    # How long it may take, without the time in which it waits for the rollout engine. null: any time.
+    # Time limit of the program, not counting waits for the rollout engine. null: no limit.
     timeout_seconds: PositiveFloat | None = 600.0
-    max_processes: Positive = 64  # programs that run at the same time
+    max_processes: Positive = 64  # maximum number of programs that run at the same time
     host: str = "127.0.0.1"  # the address at which the gateway listens
     port: Annotated[int, Field(ge=0, le=65535), Number] = 0  # its port; 0: a free one
-    # Further environment variables of the program. null as a value: the variable of the run, which is needed for
-    # secrets: variables whose names end in TOKEN, API_KEY and the like are otherwise left out.
+    # Further environment variables of the program. A value of null passes on the run's own variable. Secrets need this,
+    # because variables whose names end in TOKEN, API_KEY and the like are not passed on by default.
     environment: dict[str, str | None] = field(default_factory=dict)
-    # How the policy writes tool calls, which agents get as OpenAI's API writes them: a format of rollout.tools.format,
-    # or file.py:name or package.module:name, a parser of your own. auto: by the chat template. null: agents get
-    # the texts as they are.
+    # How the policy writes tool calls, so that the gateway can convert them to OpenAI's format: a value of
+    # rollout.tools.format, or file.py:name or package.module:name, a parser of your own. auto: detected from the chat
+    # template. null: agents get the text unchanged.
     tool_format: str | None = "auto"
 
     def check(self, worker: str) -> None:
@@ -101,7 +102,7 @@ class AgentConfig:
         if not words:
             raise ConfigError("rollout.agent.command is empty; set it to the program to run")
         if self.directory is not None and not Path(self.directory).is_dir():
-            raise ConfigError(f"rollout.agent.directory={self.directory}: there is no such directory; make it")
+            raise ConfigError(f"rollout.agent.directory={self.directory}: there is no such directory; create it")
         reserved = sorted(set(self.environment) & set(_GIVEN))
         if reserved:
             raise ConfigError(f"rollout.agent.environment sets {reserved[0]}, which the run sets itself; leave it out")

@@ -15,7 +15,7 @@ STOPPED = 75  # the exit status of a run that ended early and that the same comm
 class ConfigError(ValueError):
     """Bad input. The message names the key or file, the value, the rule and the remedy.
 
-    Nearly all such errors are found before the first step; a reward that is not finite is found when it is given.
+    Nearly all such errors are raised before the first step; a reward that is not finite raises one when it is returned.
     """
 
 
@@ -34,7 +34,7 @@ def describe_with_place(error: BaseException) -> str:
     location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     try:
         message = " ".join(str(error).split())
-    except Exception:  # of a user's own exception
+    except Exception:  # a user's exception may fail to format its message
         message = "its message cannot be read"
     return f"{type(error).__name__}{': ' if message else ''}{message}{location}"
 
@@ -44,7 +44,7 @@ _SHORT_LIST = 8  # a longer list of names would hide the hint
 
 
 def shorten_value(value: object) -> str:
-    """Return a value for a message: its repr, of which a long one is cut."""
+    """Return the repr of a value for a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 

@@ -14,7 +14,7 @@ from rl_megatron.config.loading.settings import NonNegative, NonNegativeFloat, N
 
 
 def _expand_name(task: object) -> object:
-    """Return the keys of a task of which only the name is given."""
+    """Return `{name: task}` if `task` is only a name."""
     return {"name": task} if isinstance(task, str) else task
 
 
@@ -23,20 +23,20 @@ class EvalSetConfig:
     """One set of problems, and how the policy answers them."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]  # its name in metrics, as in `<name>/avg@4`
-    # Files of problems, in the forms of data.path: all of a file, or the held-out split of a directory. With task, the
-    # option path of the task.
+    # Files of problems, in the forms of data.path. A file is used as a whole; of a directory, the held-out split. With
+    # task: the task's option path.
     path: str | None = None
     # Name and options of a registered task, whose reward scores the answers. A text is the name: `gsm8k` stands for
     # `{name: gsm8k}`. null: path has prompts, and reward.functions score the answers.
     task: Annotated[dict[str, Any] | None, BeforeValidator(_expand_name)] = None
     num_problems: Positive | None = None  # problems per evaluation; null: all
     n: Positive = 1  # samples of each problem
-    temperature: NonNegativeFloat | None = None  # of these samples; 0: greedy. null: generation.temperature
+    temperature: NonNegativeFloat | None = None  # sampling temperature; 0: greedy. null: generation.temperature
     max_new_tokens: Positive | None = None  # most tokens of an answer; null: generation.max_new_tokens
     # Steps between evaluations on this set; 0: only before the first step and after the last. null: train.eval_every.
     every: NonNegative | None = None
-    prompt_template: str | None = None  # as data.prompt_template, which null stands for
-    right_from: Annotated[float, Number] = 1.0  # the lowest reward of a right answer, for pass@k
+    prompt_template: str | None = None  # as data.prompt_template; null: data.prompt_template itself
+    right_from: Annotated[float, Number] = 1.0  # the lowest reward that counts as right, for pass@k
 
 
 @section
@@ -57,12 +57,12 @@ class EvalConfig:
         return replace(self, sets=tuple(sets))
 
     def check(self, where: str, temperature: float, has_reward_functions: bool) -> None:
-        """Check that each set has its own name, problems, something that scores them, and samples that can differ."""
+        """Check that each set has a unique name, problems, a scorer of answers, and samples that can differ."""
         names = [eval_set.name for eval_set in self.sets]
         for index, eval_set in enumerate(self.sets):
             key = f"{where}.sets[{index}]"
             if eval_set.name in names[:index]:
-                raise ConfigError(f"{key}.name={eval_set.name} is the name of another set as well; choose another one")
+                raise ConfigError(f"{key}.name={eval_set.name} is also the name of another set; choose another name")
             if eval_set.task is None and eval_set.path is None:
                 raise ConfigError(f"{key} ({eval_set.name}) has no problems; set its path, its task, or both")
             if eval_set.task is not None and not isinstance(eval_set.task.get("name"), str):
@@ -80,7 +80,7 @@ class EvalConfig:
 
 
 def list_reported_ks(num_samples: int) -> tuple[int, ...]:
-    """Return the k for which pass@k is reported: the powers of 2 up to `num_samples`, and `num_samples`."""
+    """Return the values of k for which pass@k is reported: the powers of 2 up to `num_samples`, and `num_samples`."""
     return tuple(sorted({num_samples, *(2**power for power in range(num_samples.bit_length()))}))
 
 

@@ -1,4 +1,4 @@
-"""What only some keys need, looked for before a run begins: the extras of setup.py, and interpreters."""
+"""Checks, before a run begins, of what only some keys need: optional packages (extras of setup.py) and interpreters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def require_extra(where: str, extra: str, *packages: str, otherwise: str = "") -
     Args:
         where: What needs them, for the message: a key with its value, or a command.
         extra: The extra that installs them.
-        packages: The names that they are imported by.
+        packages: The names under which they are imported.
         otherwise: How to do without them, for the message, as in "leave it out".
     """
     for package in packages:
@@ -33,9 +33,9 @@ _SECONDS = 60.0
 
 @cache
 def check_interpreter(python: str | None, key: str) -> None:
-    """Check that an interpreter exists and that this package can run in it. This process checks each once.
+    """Check that an interpreter exists and that this package can run in it. Results are cached.
 
-    None is the interpreter of this process. `key` is the configuration key, for messages.
+    None means this process's own interpreter. `key` is the configuration key, for messages.
     """
     if python is None:
         return
@@ -54,4 +54,4 @@ def check_interpreter(python: str | None, key: str) -> None:
     if len(version) != 2 or done.returncode != 0:
         raise ConfigError(f"{where} is not a Python interpreter: it prints {done.stdout or done.stderr!r:.80}")
     if version < _OLDEST:
-        raise ConfigError(f"{where} is Python {version[0]}.{version[1]}, and 3.11 or newer is needed; name a newer one")
+        raise ConfigError(f"{where} is Python {version[0]}.{version[1]}, but 3.11 or newer is needed; name a newer one")

@@ -45,7 +45,7 @@ class MlflowConfig:
     # Where MLflow keeps runs: a tracking server such as http://10.0.0.5:5000, or a directory as file:///data/mlruns.
     # null: the environment variable MLFLOW_TRACKING_URI or, without it, mlruns/ in output_dir.
     tracking_uri: str | None = None
-    experiment_name: str = "rl_megatron"  # the experiment, which is made if there is none with this name
+    experiment_name: str = "rl_megatron"  # the experiment, which is created if it does not exist
     run_name: str | None = None  # the name of the run. null: the last part of output_dir
     tags: dict[str, str] = field(default_factory=dict)  # tags of the run
 
@@ -135,6 +135,7 @@ class ProfileConfig:
     """Profiles of chosen steps, in the directory profiles/STAGE of output_dir."""
 
     steps: tuple[Positive, ...] = ()  # the steps that are profiled
-    ranks: tuple[NonNegative, ...] = (0,)  # ranks whose operators and kernels are recorded; phases are those of all
+    # ranks whose operators and kernels are recorded; phases are recorded on all ranks
+    ranks: tuple[NonNegative, ...] = (0,)
     with_stack: bool = False  # record the Python stack of each operator, which makes steps much slower
     memory: bool = True  # on a GPU, also write a snapshot of every allocation of these ranks

@@ -1,6 +1,6 @@
 """The settings of the package's losses, and the check of a loss section. The formulas are in rl_megatron/losses.
 
-They need no torch, so that a mistake in a loss section is answered before it is imported.
+This module does not import torch, so that a mistake in a loss section is reported before torch is imported.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DISTILLATION_KL_TYPES = ("forward", "reverse", "mixed", "jensen_shannon")
 
 
 def check_loss_settings(section: Mapping[str, Any], where: str = "loss") -> None:
-    """Check the name of a loss section and, if its loss is one of the package, the settings."""
+    """Check the name of a loss section and, for a loss of the package, its settings."""
     name = section.get("name")
     if name is None or is_import_string(name):
         return
@@ -57,12 +57,12 @@ def check_loss_settings(section: Mapping[str, Any], where: str = "loss") -> None
     except (KeyError, TypeError, ValueError) as error:
         message = str(error.args[0] if error.args else error)
         if isinstance(error, KeyError) and "did you mean" not in message:
-            message += f"; loss={name} chooses {where}.name={name} with its own keys"
+            message += f"; set loss={name} instead of {where}.name={name} to replace the keys too"
         raise ConfigError(f"{where}: {message}") from error
 
 
 def check_own_loss(section: Mapping[str, Any]) -> None:
-    """Import the loss that an import string names, which imports what the user's file imports."""
+    """Import the loss that an import string names, and with it all imports of the user's file."""
     if is_import_string(section.get("name")):
         load_object(section["name"], "loss.name")
 
@@ -148,7 +148,7 @@ class KTOLossConfig:
     Attributes:
         beta: The factor β > 0 of the distance to the reference point. A larger β keeps π closer to π_ref.
         desirable_weight, undesirable_weight: The weights λ_D ≥ 0 and λ_U ≥ 0 of desirable and undesirable answers. One
-            of them must be above 0. Data with more answers of one label need a smaller weight for it.
+            of them must be above 0. If the data have more answers of one label, that label needs a smaller weight.
     """
 
     beta: float = 0.1

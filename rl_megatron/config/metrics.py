@@ -13,8 +13,8 @@ METRICS_FILE, SAMPLES = "metrics.jsonl", "samples.jsonl"  # in the output direct
 _COST = re.compile(r"seconds|.*_seconds|time_.*_s|.*_per_s(_.*)?|tflops_per_rank|mfu|pipeline_bubble|peak_memory_.*_gb")
 
 # How a value is computed from its parts. sum: the parts of microbatches and ranks are added; for a mean over tokens,
-# each part was divided by the global count before. min, max, mean, quantile: over all tokens, samples or optimizer
-# steps that the meaning names. last: the newest value.
+# each part is already divided by the global count. min, max, mean, quantile: over all tokens, samples or optimizer
+# steps, as the metric's meaning says. last: the newest value.
 MetricReduction = Literal["sum", "min", "max", "mean", "quantile", "last"]
 Direction = Literal["higher", "lower"]
 
@@ -65,7 +65,7 @@ def declare_metrics(*metrics: Metric, registry: Registry[Metric] = METRICS) -> t
 
 
 def is_cost(name: str) -> bool:
-    """Return whether a metric is a time, a speed or an amount of memory. All others are equal in two equal runs."""
+    """Return whether a metric is a time, a speed or an amount of memory. Others are equal if a run is repeated."""
     return _COST.fullmatch(name) is not None
 
 
@@ -125,7 +125,7 @@ declare_metrics(
     registry=EVAL_METRICS,
 )
 
-# The statistics of a named set of `eval.sets`. A metric is called `<set>/<statistic>`, with the numbers of its samples.
+# The statistics of a named set of `eval.sets`. A metric is called `<set>/<statistic>`, with numbers for n and k.
 SET_METRICS: Registry[Metric] = Registry("statistic of an evaluation set")
 
 declare_metrics(
@@ -133,12 +133,14 @@ declare_metrics(
     Metric(
         "pass@k",
         "1",
-        "The probability that one of k samples is right, without bias; for k = 1, 2, 4 … n. A sample with the reward "
-        "`right_from` is right.",
+        "The unbiased estimate of the probability that at least one of k samples is right; for k = 1, 2, 4 … n. A "
+        "sample with the reward `right_from` is right.",
         "mean",
         "higher",
     ),
-    Metric("maj@n", "reward", "The reward of the most frequent answer, if the task reads answers.", "mean", "higher"),
+    Metric(
+        "maj@n", "reward", "The reward of the most frequent answer, if the task can extract answers.", "mean", "higher"
+    ),
     Metric("length", "tokens", "The mean number of tokens of a completion.", "mean", "lower"),
     Metric("truncated", "1", "The share of completions that ended without a stop token.", "mean", "lower"),
     registry=SET_METRICS,
@@ -154,27 +156,28 @@ _LETTERS = {"avg": "avg@n", "pass": "pass@k", "maj": "maj@n"}
 
 
 def is_eval_metric(name: str) -> bool:
-    """Return whether a checkpoint can be the best by this metric: an eval metric, or a statistic of a set."""
+    """Return whether checkpoints can be ranked by this metric: an eval metric, or a statistic of a set."""
     return name in HIGHER_IS_BETTER or _parse_statistic(name) in SET_METRICS
 
 
 def higher_is_better(name: str) -> bool:
-    """Return the direction of an eval metric, or of a statistic `<set>/<statistic>`."""
+    """Return whether higher is better for an eval metric, or for a statistic `<set>/<statistic>`."""
     if name in HIGHER_IS_BETTER:
         return HIGHER_IS_BETTER[name]
     return SET_METRICS[_parse_statistic(name)].better == "higher"
 
 
 def _parse_statistic(name: str) -> str:
-    """Return the declared name of the statistic of `<set>/<statistic>`, or nothing if `name` is not of this form."""
+    """Return the declared name of the statistic of `<set>/<statistic>`, or "" if `name` is not of this form."""
     match = _OF_A_SET.fullmatch(name)
     return "" if match is None else _LETTERS.get(match["kind"], match["kind"])
 
 
 def choose_shown_name(name: str, values: Iterable[float]) -> str:
-    """Return what people are shown for an evaluation metric that has these values.
+    """Return the name that users see for an evaluation metric with these values.
 
-    "accuracy" is the mean reward of held-out problems. It is only called so if it can be a share of right answers.
+    "accuracy" is the mean reward of held-out problems. It keeps this name only if all values are in [0, 1], so that
+    they can be shares of right answers.
     """
     return "mean reward" if name == "accuracy" and not all(0 <= value <= 1 for value in values) else name
 
@@ -190,7 +193,7 @@ def is_better(name: str, value: float, than: float) -> bool:
 
 
 def find_reached_goal(goals: Mapping[str, float], values: Mapping[str, float]) -> str | None:
-    """Return the first of some eval metrics that is at least as good as its goal, or None."""
+    """Return the first eval metric in `goals` whose value is at least as good as its goal, or None."""
     for name, goal in goals.items():
         if name in values and values[name] == values[name] and not is_better(name, goal, values[name]):
             return name

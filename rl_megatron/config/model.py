@@ -43,14 +43,14 @@ class YarnRope:
     original_max_position_embeddings: Positive  # the original context length, in tokens
     beta_fast: PositiveFloat = 32.0  # frequencies with at least this many turns in that length are unchanged
     beta_slow: PositiveFloat = 1.0  # frequencies with at most this many turns in that length are divided by factor
-    truncate: bool = True  # true: round the two bounds between these frequencies to whole dimensions
+    truncate: bool = True  # true: round the two bounds between these ranges of frequencies to whole dimensions
     # Rotated queries and keys are multiplied by (0.1·mscale·ln(factor) + 1) / (0.1·mscale_all_dim·ln(factor) + 1). If
-    # one of the two is null: by 0.1·ln(factor) + 1.
+    # mscale or mscale_all_dim is null: by 0.1·ln(factor) + 1.
     mscale: PositiveFloat | None = None
-    # Second coefficient of the formula of mscale. With kv_lora_rank, attention scores are also multiplied by
+    # The second coefficient in the formula above. With kv_lora_rank, attention scores are also multiplied by
     # (0.1·mscale_all_dim·ln(factor) + 1)². null: they are not.
     mscale_all_dim: PositiveFloat | None = None
-    attention_factor: PositiveFloat | None = None  # replaces the factor that follows from mscale; null: use mscale
+    attention_factor: PositiveFloat | None = None  # replaces the factor that mscale gives; null: use mscale
 
 
 RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
@@ -70,36 +70,41 @@ class ModelConfig:
     vocab_size: Positive | None = None  # rows of the embedding; null: one for each of the tokenizer's tokens
     rope_base: PositiveFloat = 10_000.0  # base θ of the RoPE frequencies
     rope_scaling: RopeScaling | None = None  # stretches RoPE to longer contexts: kind linear, llama3 or yarn; null: off
-    partial_rotary_factor: PositiveFloat = 1.0  # share of a head, its first dimensions, that RoPE rotates (GLM: 0.5)
-    rope_interleaved: bool = False  # RoPE rotates pairs of neighbours (dense GLM-4); false: one dimension of each half
+    partial_rotary_factor: PositiveFloat = 1.0  # leading share of a head's dimensions that RoPE rotates (GLM: 0.5)
+    rope_interleaved: bool = (
+        False  # RoPE pairs neighbouring dimensions (dense GLM-4); false: one dimension of each half
+    )
     local_rope_base: PositiveFloat | None = None  # RoPE base of windowed layers, unscaled (Gemma 3); null: rope_base
     norm_epsilon: PositiveFloat = 1e-5  # added to the mean square in every RMSNorm
     zero_centered_norm: bool = False  # norms multiply by 1 + weight instead of weight (Gemma)
-    sandwich_norms: bool = False  # also normalise what attention and MLP add to the residual (Gemma 3, dense GLM-4)
+    sandwich_norms: bool = False  # also normalise the outputs of attention and MLP (Gemma 3, dense GLM-4)
     # Activation of the MLP's gate. Gemma uses gelu_tanh. swiglu_oai is gpt-oss's: gate and up are clamped to 7, and the
     # result is gate·sigmoid(1.702·gate)·(up + 1).
     activation: Literal["silu", "gelu_tanh", "swiglu_oai"] = "silu"
     scale_embeddings: bool = False  # multiply embeddings by √hidden_size (Gemma)
     tie_embeddings: bool = True  # use the embedding matrix as the output head
     qkv_bias: bool = False  # add a bias to query, key and value projections (Qwen2)
-    linear_bias: bool = False  # add a bias to all other linears, too: attention's output, MLP, router (gpt-oss)
+    linear_bias: bool = False  # also add a bias to all other linears: attention's output, MLP, router (gpt-oss)
     qk_norm: bool = False  # apply RMSNorm to each head's queries and keys (Qwen3)
-    attention_sinks: bool = False  # a learned score per head takes a share of each attention softmax (gpt-oss)
-    query_pre_attn_scalar: Positive | None = None  # scores are divided by its root (Gemma); null: dimensions of a head
+    attention_sinks: bool = False  # add a learned sink score per head to each attention softmax (gpt-oss)
+    # attention scores are divided by its square root (Gemma); null: dimensions of a head
+    query_pre_attn_scalar: Positive | None = None
     init_std: PositiveFloat = 0.02  # standard deviation of the initial weights
     sliding_window: Positive | None = None  # tokens that a token attends to, itself included; null: all before it
-    global_attention_every: Positive | None = None  # every n-th layer has no window (Gemma 3: 6); null: all have it
-    attention_output_gate: bool = False  # a sigmoid gate on each head's output (Qwen3.5)
-    # Every n-th layer has attention, and all others the gated delta rule, a memory of fixed size (Qwen3.5: 4).
-    # null: all layers have attention, without the next five keys.
+    global_attention_every: Positive | None = None  # every n-th layer has no window (Gemma 3: 6); null: all have one
+    attention_output_gate: bool = False  # multiply each head's output by a sigmoid gate (Qwen3.5)
+    # Every n-th layer has attention, and all others the gated delta rule, a memory of fixed size (Qwen3.5: 4). null:
+    # all layers have attention, and the next five keys must be null.
     full_attention_every: Positive | None = None
     linear_num_key_heads: Positive | None = None  # heads of queries and keys of the gated delta rule
-    linear_num_value_heads: Positive | None = None  # heads of its values, a multiple of linear_num_key_heads
-    linear_key_head_dim: Positive | None = None  # dimensions of such a head's queries and keys
-    linear_value_head_dim: Positive | None = None  # dimensions of such a head's values
-    linear_conv_kernel_dim: Positive | None = None  # inputs that each output of its causal convolution depends on
+    # heads of values of the gated delta rule, a multiple of linear_num_key_heads
+    linear_num_value_heads: Positive | None = None
+    linear_key_head_dim: Positive | None = None  # dimensions of a query or key head of the gated delta rule
+    linear_value_head_dim: Positive | None = None  # dimensions of a value head of the gated delta rule
+    # width of the causal convolution before the gated delta rule, in tokens
+    linear_conv_kernel_dim: Positive | None = None
     # Rank of the latent that keys and values of all heads are computed from, which turns on multi-head latent attention
-    # (DeepSeek-V2 and V3). null: ordinary attention, without the next four keys.
+    # (DeepSeek-V2 and V3). null: ordinary attention, and the next four keys must be null.
     kv_lora_rank: Positive | None = None
     q_lora_rank: Positive | None = None  # rank of the queries' latent; null: queries come from the hidden state
     qk_nope_head_dim: Positive | None = None  # dimensions without RoPE of a head's queries and keys
@@ -112,8 +117,9 @@ class ModelConfig:
     shared_expert_gate: bool = False  # multiply the shared expert's output by a learned gate (Qwen2-MoE)
     normalize_expert_weights: bool = True  # scale the weights of a token's experts to add up to 1 (Qwen2-MoE: false)
     router_aux_loss: NonNegativeFloat = 0.0  # coefficient of the load-balancing loss of experts; 0: off
-    # The tokens whose even use of the experts it wants. microbatch: those of each microbatch, so that gradients depend
-    # on which sequences share one. global: those of the global batch, at the price of a forward pass.
+    # The tokens over which this loss balances the experts. microbatch: those of each microbatch, so that gradients
+    # depend on which sequences share a microbatch. global: those of the global batch, which costs one more forward
+    # pass.
     router_aux_loss_scope: Literal["microbatch", "global"] = "microbatch"
     first_dense_layers: NonNegative = 0  # leading layers with a dense MLP instead of experts (DeepSeek-V3, GLM-4.5)
     router_score: Literal["softmax", "sigmoid"] = "softmax"  # turns router logits into scores (DeepSeek-V3: sigmoid)
@@ -130,8 +136,8 @@ class ModelConfig:
     routed_scaling_factor: PositiveFloat = 1.0  # multiplies the output of routed experts, but not of shared ones
     # Activations that backward recomputes. selective: those of core attention; full: all within each layer.
     recompute: Literal["none", "selective", "full"] = "none"
-    # Implementation of the layers. auto: Transformer Engine on a GPU if it is installed and precision=bf16, unless the
-    # model or the layout needs the portable torch modules, which are used otherwise.
+    # Implementation of the layers. auto: Transformer Engine, if it is installed, on a GPU with precision=bf16, unless
+    # the model or the layout needs the portable torch modules; otherwise these.
     backend: Literal["auto", "portable", "transformer_engine"] = "auto"
     # Let cuDNN compute causal attention in portable layers on a GPU, for bf16 and sequences without a window. It is
     # faster for long sequences, but spends 0.2 s or more on each new shape of a microbatch: use it if shapes are few.

@@ -59,7 +59,7 @@ class DeltaShape:
         values: The number of value heads in a group.
         key: Dimensions of a group's queries and keys.
         value: Dimensions of a value head.
-        kernel: Inputs that each output of the convolution depends on.
+        kernel: The width of the convolution, in tokens.
     """
 
     groups: int
@@ -83,22 +83,22 @@ class DeltaShape:
 
     @property
     def convolved(self) -> int:
-        """Return the channels of a group that are convolved: its query, key and values."""
+        """Return the number of channels per group that are convolved: query, key and values."""
         return 2 * self.key + self.values * self.value
 
     @property
     def recurrent(self) -> int:
-        """Return the numbers of a group that enter the rule: the channels, and each value head's strength and decay."""
+        """Return the inputs of the rule per group: the channels, and a strength and a decay per value head."""
         return self.convolved + 2 * self.values
 
     @property
     def projected(self) -> int:
-        """Return the numbers of a group that are computed from a hidden state: also a gate for each value dimension."""
+        """Return the outputs of the input projection per group: `recurrent`, and a gate per value dimension."""
         return self.recurrent + self.values * self.value
 
 
 class LayerKind(NamedTuple):
-    """What a layer is made of.
+    """The kind of a layer: that of its MLP, and that of its attention.
 
     Attributes:
         has_experts: Whether it has experts instead of a dense MLP.
@@ -124,9 +124,9 @@ def head_size(model: ModelConfig) -> int:
 
 
 def with_derived_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model section in which sizes that are null have the value that they stand for, to compare models.
+    """Return a model section with derived values in place of null sizes, to compare models.
 
-    They are `head_dim`, without latents, and `expert_ffn_hidden_size` of a mixture of experts.
+    The sizes are `head_dim` (without latent attention) and `expert_ffn_hidden_size` (with experts).
     """
     sizes = dict(model)
     if sizes.get("head_dim") is None and sizes.get("kv_lora_rank") is None:

@@ -22,7 +22,7 @@ class OptimizerConfig:
     """Adam with decoupled weight decay, and a learning rate with linear warmup and then a decay."""
 
     lr: PositiveFloat = 1e-3  # peak learning rate
-    min_lr: NonNegativeFloat = 0.0  # learning rate that a decay ends at
+    min_lr: NonNegativeFloat = 0.0  # learning rate at the end of the decay
     warmup_steps: NonNegative = 0  # optimizer steps of linear warmup; 0: none
     # Optimizer step at which the decay ends; grpo and ppo may take several per rollout step. null: the stage's last.
     decay_steps: Positive | None = None
@@ -51,6 +51,6 @@ class OptimizerConfig:
 
 @section
 class CriticOptimizerConfig(OptimizerConfig):
-    """The optimizer of a critic. A run alone trains one, and knows its last step, to which the rate decays."""
+    """The optimizer of a critic. Its learning rate decays by default, because a run always knows the last step."""
 
     decay_style: DecayStyle = "cosine"

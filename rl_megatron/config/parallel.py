@@ -14,8 +14,8 @@ class ParallelConfig:
     pipeline: int = 1  # pipeline-parallel degree: stages that split the layers
     virtual_pipeline: int = 1  # model chunks per pipeline stage (interleaved schedule); 1: not interleaved
     context: int = 1  # context-parallel degree: ranks that split each sequence
-    # Expert-parallel degree: ranks that split the experts. expert · expert_tensor divides the ranks of a pipeline
-    # stage, tensor · context · data.
+    # Expert-parallel degree: ranks that split the experts. expert · expert_tensor must divide the number of ranks per
+    # pipeline stage, tensor · context · data.
     expert: int = 1
     # Expert-tensor-parallel degree: ranks that split the matrices of every expert, as tensor splits those of attention
     # and of dense and shared MLPs; 1: an expert is whole on its rank.

@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def plain_name(name: str) -> str:
-    """Return an adapter's name, also that of its directory: letters, digits, _ and -, but not checkpoint-N."""
+    """Return an adapter's name, which also names its directory: letters, digits, _ and -, but not checkpoint-N."""
     if _NAME.fullmatch(name) is None or TRAINER_DIRECTORY.fullmatch(name) is not None:
         raise ValueError("must be a word of letters, digits, '_' and '-', such as my_style, and not checkpoint-N")
     return name
@@ -35,22 +35,22 @@ class LoraConfig:
     """
 
     # The name of the adapter that is trained. Adapters with other names, in the checkpoint that the stage starts from,
-    # stay frozen and take part in every pass.
+    # stay frozen and are applied in every forward pass.
     adapter_name: Annotated[str, AfterValidator(plain_name)] = DEFAULT_ADAPTER
     r: Positive = 8  # the rank: the rows of A and the columns of B. NeMo's name is dim
     lora_alpha: PositiveFloat = 8.0  # the numerator of s = lora_alpha / r. NeMo's name is alpha
     lora_dropout: Fraction = 0.0  # dropout of the adapters' input while training. NeMo's name is dropout
-    # Hugging Face names of the linears that get an adapter, such as [q_proj, v_proj]: the end of a name, or a regular
-    # expression of whole names. all-linear: those of attention, MLP and experts.
+    # Hugging Face names of the linears that get an adapter, such as [q_proj, v_proj]: a list of name endings, or one
+    # regular expression that matches whole names. all-linear: the linears of attention, MLP and experts.
     target_modules: str | tuple[str, ...] = ALL_LINEAR
-    exclude_modules: str | tuple[str, ...] | None = None  # linears that get none, in the forms of target_modules
-    # Modules that are trained whole beside the adapter, by the ends of their Hugging Face names: embedding,
-    # head and norms, such as [embed_tokens, lm_head].
+    exclude_modules: str | tuple[str, ...] | None = None  # linears that get no adapter, in the forms of target_modules
+    # Modules (embedding, head and norms) whose weights are trained fully besides the adapter, by the ends of their
+    # Hugging Face names, such as [embed_tokens, lm_head].
     modules_to_save: tuple[str, ...] | None = None
     use_rslora: bool = False  # divide by √r instead of r, so that a higher rank needs no other learning rate
     # DoRA: scale each row of W + s·B·A to a length that is trained. The lengths start as those of the rows of W.
     use_dora: bool = False
-    # Start B as 0, so that training starts from the base. false: start it from random numbers, for tests.
+    # Initialize B to 0, so that training starts from the base model. false: initialize it randomly, for tests.
     init_lora_weights: bool = True
 
     @property
@@ -60,7 +60,7 @@ class LoraConfig:
 
 
 def check_together(adapters: Sequence[LoraConfig]) -> None:
-    """Check that a model can have these adapters at once, whose products it adds up."""
+    """Check that a model can have these adapters at once: it adds up their products B·A·x."""
     if len(adapters) == 1:
         return
     for adapter in adapters:

@@ -1,4 +1,4 @@
-"""The section `plan`, which only `rl-megatron plan` reads: lengths of sequences, and numbers of a cluster."""
+"""The section `plan`, which only `rl-megatron plan` reads: sequence lengths, and properties of a cluster."""
 
 from __future__ import annotations
 
@@ -17,32 +17,30 @@ Share = Annotated[float, Field(gt=0.0, le=1.0), Number]
 
 @section
 class PlanConfig:
-    """What is planned besides the run itself. Every key is an override of `rl-megatron plan`."""
+    """The assumptions of a plan about sequence lengths and hardware. Every key is an override of `rl-megatron plan`."""
 
-    # Tokens of a prompt, which are not learned from. null: half of model.max_sequence_length, and none for windows of
-    # text.
+    # Tokens of a prompt, which are not learned from. null: half of model.max_sequence_length, or 0 for pretraining.
     prompt_tokens: NonNegative | None = None
-    # Tokens of a response, or of whatever is learned from. null: as many as the model and, if completions are sampled,
-    # generation.max_new_tokens allow.
+    # Tokens of the longest response, or of whatever else is learned from. null: the rest of model.max_sequence_length,
+    # at most generation.max_new_tokens if completions are sampled; for pretraining, data.sequence_length.
     response_tokens: Positive | None = None
-    # Mean tokens of a response, at most response_tokens. Batches that are not padded take less time. null: all are the
-    # longest.
+    # Mean response length, at most response_tokens. A lower mean shortens the estimated time, unless batches are
+    # padded. null: all responses have response_tokens.
     mean_response_tokens: Positive | None = None
     memory_margin: Fraction = 0.1  # share of a GPU's memory to leave free for CUDA, NCCL and fragmentation
-    # How the GPUs of a node are connected, by its name in the table; null: as in the GPU's row.
+    # Link between the GPUs of a node, by its name in the table of links. null: the GPU's usual link.
     link: str | None = None
-    network: str = "infiniband_ndr"  # how nodes are connected, by its name in the table
-    # The numbers of a GPU, instead of those of the table. A GPU that the table lacks needs the first three.
+    network: str = "infiniband_ndr"  # network between nodes, by its name in the table of networks
+    # These keys replace a GPU's values in the table. A GPU that the table lacks needs the first three.
     gpu_memory_gib: PositiveFloat | None = None  # memory that a process can use
-    gpu_bf16_tflops: PositiveFloat | None = None  # dense matrix products in bf16 with fp32 sums
+    gpu_bf16_tflops: PositiveFloat | None = None  # TFLOP/s of dense matrix products in bf16 with fp32 accumulation
     gpu_memory_gb_per_s: PositiveFloat | None = None  # bandwidth of the memory
-    gpu_fp32_tflops: PositiveFloat | None = None  # matrix products in fp32 without TF32; null: 1/16 of those in bf16
+    gpu_fp32_tflops: PositiveFloat | None = None  # TFLOP/s in fp32 without TF32; null: 1/16 of bf16
     link_gb_per_s: PositiveFloat | None = None  # bandwidth of a GPU within the node, in one direction
     network_gb_per_s: PositiveFloat | None = None  # bandwidth of a GPU between nodes, in one direction
-    # What estimates assume that a computation achieves of the numbers above.
-    compute_efficiency: Share = 0.7  # of the FLOPs, in matrix products
-    memory_efficiency: Share = 0.8  # of the memory's bandwidth
-    link_efficiency: Share = 0.8  # of the bandwidth of links and network
+    compute_efficiency: Share = 0.7  # share of the TFLOP/s that matrix products are assumed to achieve
+    memory_efficiency: Share = 0.8  # share of the memory's bandwidth that is assumed to be achieved
+    link_efficiency: Share = 0.8  # share of the bandwidth of links and network that is assumed to be achieved
 
 
 @section

@@ -18,11 +18,11 @@ OF_STAGES = "stages."  # the beginning of an init_from that names a stage of the
 class ScoringModel:
     """One model with a score head."""
 
-    init_from: str | None = None  # a checkpoint of a reward model, or stages.NAME for the last one of an earlier stage
+    init_from: str | None = None  # a checkpoint of a reward model, or stages.NAME for an earlier stage's last one
     hf: str | None = None  # a Hugging Face directory of a sequence classifier with one label
-    weight: PositiveFloat = 1.0  # its part of a mean over several models
-    mean: Annotated[float, Number] = 0.0  # subtracted from its scores
-    std: PositiveFloat = 1.0  # by which they are divided then
+    weight: PositiveFloat = 1.0  # its weight in the mean over several models
+    mean: Annotated[float, Number] = 0.0  # subtracted from its scores first
+    std: PositiveFloat = 1.0  # its scores are then divided by it
 
 
 @section
@@ -30,11 +30,12 @@ class RewardModelArguments(ScoringModel):
     """The arguments of a reward model on the ranks of the policy: one model, or several."""
 
     models: tuple[ScoringModel, ...] = ()  # an ensemble, instead of init_from or hf
-    combine: Literal["mean", "min"] = "mean"  # what the score of an ensemble is; the mean is weighted
+    combine: Literal["mean", "min"] = "mean"  # how the scores of an ensemble are combined; the mean is weighted
     # running: subtract the mean of all scores of training so far, and divide by their standard deviation.
     normalize: Literal["none", "running"] = "none"
-    clip: PositiveFloat | None = None  # the largest magnitude of a score in the end; null: no limit
-    # Where the weights are kept: on the device, or in host memory and on the device only while they score.
+    clip: PositiveFloat | None = None  # the largest magnitude of the final score; null: no limit
+    # Where the weights are kept. resident: on the device. offload: in host memory, and on the device only while
+    # scoring.
     placement: Literal["resident", "offload"] = "resident"
 
     @property
@@ -55,7 +56,7 @@ def list_models_on_ranks(settings: RewardConfig) -> dict[int, RewardModelArgumen
 def _arguments(kwargs: Mapping[str, object], where: str) -> RewardModelArguments:
     arguments: RewardModelArguments = build_section(RewardModelArguments, kwargs, f"{where}.")
     if arguments.models and (arguments.init_from, arguments.hf, arguments.weight) != (None, None, 1.0):
-        raise ConfigError(f"{where}: models is an ensemble, so init_from, hf and weight belong into its entries")
+        raise ConfigError(f"{where}: models is an ensemble, so init_from, hf and weight belong in its entries")
     for number, model in enumerate(arguments.members):
         of_model = f"{where}.models[{number}]" if arguments.models else where
         if (model.init_from is None) == (model.hf is None):

@@ -41,25 +41,25 @@ class RewardFunctionConfig:
 
 
 def _expand_name(function: object) -> object:
-    """Return the keys of a function of which only the name is given."""
+    """Return `{name: function}` if `function` is only a name."""
     return {"name": function} if isinstance(function, str) else function
 
 
 @section
 class RewardConfig:
-    """Reward functions, and the worker processes that run them beside the first rank of every node."""
+    """Reward functions, and the worker processes that run them on every node."""
 
-    # The reward of a sample is the sum of weight · score of these functions. Empty: the reward of the task. A text is
-    # the name of a function: `exact_match` stands for `{name: exact_match}`.
+    # The reward of a sample is the sum of weight · score of these functions. Empty: the reward of the task. A plain
+    # name is enough: `exact_match` stands for `{name: exact_match}`.
     functions: tuple[Annotated[RewardFunctionConfig, BeforeValidator(_expand_name)], ...] = ()
     # Worker processes on each node, which are started when there is work for them. null: one for each CPU that the
     # node's first rank may use, at most 32.
     num_workers: Positive | None = None
     timeout_seconds: PositiveFloat = 60.0  # how long one call of a function may take
-    # What a call that takes longer does. error: the run ends. zero: the score is 0, the sample is named in the log, and
-    # the metric `reward_<function>_timeouts` counts it.
+    # What happens if a call takes longer. error: the run ends. zero: the score is 0, the log names the sample, and the
+    # metric `reward_<function>_timeouts` counts it.
     on_timeout: Literal["error", "zero"] = "error"
-    # The same for a call that raises, ends its process, or returns no finite number. Their metric is
+    # The same for a call that raises an error, ends its process, or does not return a finite number. The metric is
     # `reward_<function>_errors`.
     on_error: Literal["error", "zero"] = "error"
     # Memory of one worker process, in MiB; an allocation beyond it raises MemoryError in the function. null: no limit.
@@ -79,18 +79,18 @@ class RewardConfig:
         return replace(self, functions=tuple(functions))
 
     def check(self) -> None:
-        """Check that functions have different names, that no import string comes twice, and that a weight is not 0."""
+        """Check that functions have different names, that none has two locations, and that some weight is not 0."""
         seen: dict[str, int] = {}
         for index, function in enumerate(self.functions):
             where = f"reward.functions[{index}]"
             if function.path is not None and is_import_string(function.name):
                 raise ConfigError(
-                    f"{where}.name={function.name!r} names a file or module, and path={function.path!r} another; "
+                    f"{where}.name={function.name!r} names a file or module, but path={function.path!r} names another; "
                     "leave path out"
                 )
             if function.shown_name == ENVIRONMENT:
                 raise ConfigError(
-                    f"{where} is called {ENVIRONMENT!r}, which is the name of the rewards of environments; set "
+                    f"{where} is called {ENVIRONMENT!r}, a name reserved for the rewards of environments; set "
                     f"{where}.label"
                 )
             if function.shown_name in seen:
@@ -100,11 +100,13 @@ class RewardConfig:
                 )
             seen[function.shown_name] = index
         if self.functions and not any(function.weight for function in self.functions):
-            raise ConfigError("reward.functions: every weight is 0, so that every reward would be 0; set one of them")
+            raise ConfigError(
+                "reward.functions: every weight is 0, so every reward would be 0; set one to another value"
+            )
 
 
 def check_used(sections: Iterable[tuple[RewardConfig, bool]]) -> None:
-    """Check that reward settings have an effect; `sections` has each stage's, and whether it scores completions."""
+    """Check that reward settings have an effect; `sections`: each stage's, and whether it scores completions."""
     sections = list(sections)
     if any(scores for _, scores in sections):
         return

@@ -12,24 +12,24 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.extras import require_extra
 from rl_megatron.config.loading.settings import NonNegative, NonNegativeFloat, Number, Positive, PositiveFloat, section
 
-CONVERSATION = "conversation"  # the worker that has turns, with an environment
+CONVERSATION = "conversation"  # the worker of turns that an environment or tools answer
 VERIFIERS = "verifiers"  # the worker whose environment is one of the library of this name
 
 
 @section
 class TurnSampling:
-    """An element sets how one turn is sampled. A key that is null has the value of the section `generation`."""
+    """The sampling of one turn. A key that is null has the value of the section `generation`."""
 
-    max_new_tokens: Positive | None = None  # most tokens of the turn
-    temperature: NonNegativeFloat | None = None  # divides the logits; 0: greedy. Evaluations that are greedy stay so.
+    max_new_tokens: Positive | None = None  # maximum tokens of the turn
+    temperature: NonNegativeFloat | None = None  # divides the logits; 0: greedy. Greedy evaluations ignore it.
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None  # sample from the likeliest tokens of this total mass
     top_k: NonNegative | None = None  # sample from the k likeliest tokens; 0: off
-    # Further texts that end the turn, which includes them.
+    # Further strings that end the turn. The turn includes the string.
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
 
 def _as_list(value: object) -> object:
-    """Return the elements of a list of which null stands for the empty one."""
+    """Return `value`, or an empty tuple for null."""
     return () if value is None else value
 
 
@@ -45,57 +45,59 @@ class TrajectoryConfig:
     # file.py:name or package.module:name, an async function or a class of your own.
     worker: str = "completion"
     worker_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of the worker, by name
-    max_turns: Positive = 8  # turns of the policy in a trajectory of worker=conversation, which is truncated there
+    max_turns: Positive = 8  # turns of the policy in a trajectory of worker=conversation; longer ones are truncated
     # How turns of worker=conversation are sampled: entry i is for turn i, and the last one for all later turns. null:
-    # all turns by the section generation.
+    # the section generation applies to all turns.
     turn_sampling: Annotated[tuple[TurnSampling, ...], BeforeValidator(_as_list)] = ()
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)  # what answers the policy's turns
-    tools: ToolsConfig = field(default_factory=ToolsConfig)  # functions that the policy calls
+    tools: ToolsConfig = field(default_factory=ToolsConfig)  # functions that the policy may call
     agent: AgentConfig = field(default_factory=AgentConfig)  # agents that are programs of their own, and the gateway
-    # Tokens of a history, those of prompts and environments included. null: model.max_sequence_length.
+    # Maximum tokens of a trajectory's history, including those of prompts and environments. null:
+    # model.max_sequence_length.
     max_tokens: Positive | None = None
-    max_sampled_tokens: Positive | None = None  # tokens that the policy samples in a trajectory; null: any number
-    # What to do if the chat template renders earlier messages differently than before, as when it drops thinking.
-    # branch: a new segment begins with what it renders now, and both are learned from. keep: the trajectory continues
-    # after the tokens that are there. error: the trajectory fails.
+    max_sampled_tokens: Positive | None = None  # maximum tokens that the policy samples in a trajectory; null: no limit
+    # What to do if the chat template renders earlier messages differently in a later turn, for example without their
+    # thinking. branch: a new segment begins with the new rendering, and both segments are learned from. keep: the
+    # trajectory continues after its existing tokens. error: the trajectory fails.
     on_rewrite: Literal["branch", "keep", "error"] = "branch"
     concurrency: Positive = 4096  # trajectories that run at the same time
-    retries: NonNegative = 0  # how often a trajectory that fails is tried again
-    # How long an attempt may take, without the time in which it waits for the rollout engine. null: any time.
+    retries: NonNegative = 0  # how often a failed trajectory is retried
+    # Time limit of an attempt, not counting waits for the rollout engine. null: no limit.
     timeout_seconds: PositiveFloat | None = None
     # What to do when a trajectory fails every attempt. error: the run ends. mask_group, or mask: nothing is learned
-    # from its group. mask_sample: its group is learned from without it, if enough of it is left. Metrics count such
-    # trajectories.
+    # from its group. mask_sample: only this trajectory is left out, if enough others of its group succeeded. Metrics
+    # count such trajectories.
     on_failure: Literal["error", "mask", "mask_group", "mask_sample"] = "error"
-    # Make trajectories while the policy trains, with weights of earlier steps. false: every step waits for its own.
+    # Make trajectories while the policy trains, with weights of earlier steps. false: every step waits for its own
+    # trajectories.
     async_enabled: bool = False
     # Maximum age, in steps, of a trajectory's oldest token when the policy learns from it; 0: trajectories of the same
     # step only, as without async_enabled.
     max_trajectory_age_steps: NonNegative = 1
-    # With async_enabled, completions that run when new weights arrive continue with them. false: new weights wait until
-    # the engine has no request left.
+    # With async_enabled, completions that run when new weights arrive continue with them. false: the weight sync waits
+    # until the engine has finished all requests.
     in_flight_weight_updates: bool = True
-    # Compute the keys and values of such completions again with the new weights, as every engine of the package does.
+    # Recompute the KV cache of running completions with the new weights. It must be true: every engine does so.
     recompute_kv_cache_after_weight_updates: bool = True
-    # With async_enabled, groups that are made for a step, as a multiple of algorithm.prompts_per_step. Above 1, a step
-    # learns from those that are complete first, so it prefers short ones.
+    # With async_enabled, the number of groups that are started for a step, as a multiple of algorithm.prompts_per_step.
+    # Above 1, a step learns from the groups that finish first, which favours short ones.
     over_sampling: Annotated[float, Field(ge=1.0, le=8.0), Number] = 1.0
     # With over_sampling, trajectories that a step did not wait for continue with new weights, for later steps.
     # false: they are dropped.
     partial: bool = True
-    # How old trajectories are corrected for. recomputed: loss.use_importance_sampling_correction weights tokens by
-    # π_prev/π_generation, where the trainer computes π_prev before it learns. engine: π_prev is what the engine
-    # reported, so that the ratio of the loss is π/π_generation. off: not at all. auto: recomputed, if trajectories can
-    # be old.
+    # How the loss corrects for trajectories of older weights. recomputed: loss.use_importance_sampling_correction
+    # weights tokens by π_prev/π_generation, where the trainer computes π_prev before it learns. engine: π_prev is what
+    # the engine reported, so that the ratio of the loss is π/π_generation. off: not at all. auto: recomputed, if
+    # trajectories can be old.
     importance_correction: Literal["auto", "recomputed", "engine", "off"] = "auto"
-    save_every: NonNegative = 0  # steps between those whose trajectories are written; 0: none. async_enabled: all
-    # Prompts of a round whose trajectories are written; null: all, which a replay needs.
+    save_every: NonNegative = 0  # write the trajectories of every n-th step; 0: of none. async_enabled: of all
+    # How many prompts of a round have their trajectories written; null: all, which a replay needs.
     save_prompts: Positive | None = None
     # Learn from the trajectories in a directory rollouts/STAGE of another run, instead of making and scoring them.
     # null: no.
     replay: str | None = None
-    # Host memory of a rank for the sequences that it learns from, in GB. What exceeds it is kept in files, which are
-    # read when they are needed. null: no limit.
+    # Host memory of a rank for the sequences that it learns from, in GB. Further sequences are kept in files until they
+    # are needed. null: no limit.
     max_host_memory_gb: NonNegativeFloat | None = None
     disk_directory: str | None = None  # where these files are kept; null: the system's directory for temporary files
 
@@ -122,7 +124,7 @@ class TrajectoryConfig:
         return "recomputed" if self.may_be_old else "off"
 
     def check(self, where: str, stops_at_strings: bool) -> None:
-        """Check that every key has an effect, with an engine that stops at texts or one that does not."""
+        """Check that every key has an effect; `stops_at_strings`: whether the engine supports stop strings."""
         environment, default = self.environment, EnvironmentConfig()
         if environment.name is None:
             changed = [name for name, value in vars(default).items() if getattr(environment, name) != value]
@@ -145,8 +147,8 @@ class TrajectoryConfig:
         if self.worker == VERIFIERS:
             if environment.name is None:
                 raise ConfigError(
-                    f"{where}.worker={VERIFIERS} needs {where}.environment.name, the name of an environment of this "
-                    "library; set it"
+                    f"{where}.worker={VERIFIERS} needs {where}.environment.name, the name of an environment of the "
+                    "library verifiers; set it"
                 )
             require_extra(f"{where}.worker={VERIFIERS}", *GATEWAY)
         if self.save_every:
@@ -154,8 +156,8 @@ class TrajectoryConfig:
             require_extra(f"{key}={self.save_every}", "data", "pyarrow", otherwise=f"set {key}=0, which writes nothing")
         if any(turn.stop for turn in self.turn_sampling) and not stops_at_strings:
             raise ConfigError(
-                f"{where}.turn_sampling has stop, and the engine of generation.engine does not stop at texts; choose "
-                "another engine, or leave stop out"
+                f"{where}.turn_sampling has stop, but the engine of generation.engine does not support stop strings; "
+                "choose another engine, or leave stop out"
             )
 
     def _refuse_keys_of_conversations(self, where: str) -> None:

@@ -1,4 +1,4 @@
-"""Rules that compare sections with each other: the model, asynchronous training and deterministic training."""
+"""Rules of the model section, of asynchronous training and of deterministic training."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def check_asynchronous(stage: StageConfig, where: str) -> None:
         _refuse_keys(rollout, where)
         return
     if not isinstance(stage.algorithm, PolicyGradientConfig):
-        return  # the stage only evaluates, and another stage of the run is asynchronous
+        return  # only policy-gradient stages are asynchronous; the key is for another stage of the run
     if rollout.over_sampling == 1 and not rollout.partial:
         raise ConfigError(
             f"{where}.partial=false has no effect with {where}.over_sampling=1, with which every step waits for all of "
@@ -326,8 +326,9 @@ def _check_engine(stage: StageConfig, where: str) -> None:
         )
     if name == "vllm" and stage.generation.vllm.enable_sleep_mode:
         raise ConfigError(
-            f"{where}.async_enabled=true: generation.vllm.enable_sleep_mode=true gives the servers' memory to the "
-            "training steps, during which they are to generate; set enable_sleep_mode=false, with GPUs of their own"
+            f"{where}.async_enabled=true: generation.vllm.enable_sleep_mode=true frees the servers' memory during "
+            "training steps, but they must generate then; set enable_sleep_mode=false, and give the servers GPUs of "
+            "their own"
         )
 
 
@@ -336,8 +337,8 @@ def _check_data(stage: StageConfig, where: str) -> None:
     key = "data.streaming" if data.streaming else "data.mix_weights" if data.mix_weights is not None else None
     if key is not None:
         raise ConfigError(
-            f"{where}.async_enabled=true reads prompts whenever the engine has space for them, and {key} needs the "
-            f"order of the steps; leave {key} out, or set {where}.async_enabled=false"
+            f"{where}.async_enabled=true reads prompts whenever the engine has space for them, but {key} needs them in "
+            f"the order of steps; leave {key} out, or set {where}.async_enabled=false"
         )
 
 
@@ -356,8 +357,8 @@ def _check_correction(stage: StageConfig, where: str) -> None:
     for key in ("force_on_policy_ratio", "disable_ppo_ratio", _CORRECTS):
         if loss.get(key):
             raise ConfigError(
-                f"{where}.importance_correction=engine corrects by the ratio of the loss, π/π_generation, and "
-                f"loss.{key}=true leaves that out or makes it 1; set loss.{key}=false, or "
+                f"{where}.importance_correction=engine corrects by the ratio of the loss, π/π_generation, but "
+                f"loss.{key}=true leaves this ratio out or makes it 1; set loss.{key}=false, or "
                 f"{where}.importance_correction=recomputed"
             )
     if isinstance(stage.algorithm, PolicyGradientConfig) and stage.algorithm.recompute_logprobs == "always":
@@ -371,13 +372,13 @@ VLLM_SWITCH = "VLLM_BATCH_INVARIANT"
 
 
 def check_deterministic(stage: StageConfig, environment: Mapping[str, str] = os.environ) -> None:
-    """Check that attention, the rollout engine and rewards do not depend on time, if `train.deterministic` is on.
+    """Check that attention, the rollout engine and rewards do not depend on timing, if `train.deterministic` is on.
 
     Servers that the run starts inherit this process's environment.
     """
     if stage.train.deterministic and stage.model.cudnn_attention:
         raise ConfigError(
-            "train.deterministic=true and model.cudnn_attention=true: cuDNN sums gradients in any order; set "
+            "train.deterministic=true and model.cudnn_attention=true: cuDNN sums gradients in no fixed order; set "
             "model.cudnn_attention=false"
         )
     if not (stage.train.deterministic and stage.scores_completions):
@@ -396,16 +397,16 @@ def check_deterministic(stage: StageConfig, environment: Mapping[str, str] = os.
 
 
 def _why_engine_varies(stage: StageConfig, environment: Mapping[str, str]) -> str | None:
-    """Return why the rollout engine may give other tokens in another run, and the remedy; None if it does not."""
+    """Return why the rollout engine may sample other tokens in a repeated run, with the remedy, or None."""
     generation = stage.generation
     if generation.engine == "transformers":
-        return "its processes compute without the switches of this one"
+        return "its processes do not have this process's deterministic settings"
     if generation.engine == "vllm" and generation.vllm.urls:
-        return "what servers that run already batch together depends on time; let the run start its servers"
+        return "how servers that run already batch requests depends on timing; let the run start its servers"
     if generation.engine == "vllm" and environment.get(VLLM_SWITCH) != "1":
         return (
-            f"the bits of a logprob depend on which requests are batched together, and so on time; set {VLLM_SWITCH}=1 "
-            "in the environment, if the GPU supports it"
+            "the bits of a logprob depend on which requests are batched together, and so on timing; set "
+            f"{VLLM_SWITCH}=1 in the environment, if the GPU supports it"
         )
     if generation.engine == "sglang" and not generation.sglang.enable_deterministic_inference:
         return (

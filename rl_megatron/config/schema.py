@@ -1,7 +1,7 @@
 """The configuration of a run, one frozen dataclass per YAML section. Field comments are the documentation of the keys.
 
-This module has the run, its stages, and the base classes of the settings of algorithms and data sources, whose checks
-take a stage. The other sections are in modules with their names.
+This module has the run, its stages, and the base classes of the settings of algorithms and data sources. Each other
+section is in the module of its name.
 
 Values are checked on construction, and messages name the key that is unknown, of a wrong type or out of range. Checks
 that need two sections are in `stages.py`, and in the `check` methods of algorithms and data sources. Checks that need
@@ -91,8 +91,8 @@ class DataConfig:
         provides: The kinds of training data that the source has, of config/data.py or its own.
         heldout_kind: The kind of its held-out data, which decides how a stage is evaluated.
         reads_path: Whether the source needs `path` or `dataset_name`.
-        reads_records: Whether it reads files with the package's readers, as the keys from `dataset_name` to `columns`
-            say.
+        reads_records: Whether it reads files with the package's readers, which the keys from `dataset_name` to
+            `columns` set up.
         ignores: Further keys that have no effect on the source.
         has_rewards: Whether its problems come with a reward, so that `reward.functions` may be empty.
     """
@@ -105,11 +105,11 @@ class DataConfig:
     has_rewards: ClassVar[bool] = True
 
     # Name of a registered data source: text, prompt_answer, preference, prompts, task, or a plugin's. null: task if
-    # data.task.name is set, otherwise the one that reads what the algorithm learns from.
+    # data.task.name is set, otherwise the source that provides what the algorithm learns from.
     source: str
     # A file (.jsonl, .parquet or text; .gz too), a directory, a pattern such as part-*.parquet, or a list of them. A
     # directory is a Hugging Face data set, or has files named for their splits, such as train.jsonl and test.jsonl, or
-    # is read as a whole. For task, the option path of the task.
+    # is read as a whole. With source=task: the task's option path.
     path: str | tuple[str, ...] | None = None
     dataset_name: str | None = None  # a data set of the Hugging Face Hub, instead of path
     subset: str | None = None  # the subset of dataset_name, which the Hub calls its configuration
@@ -118,15 +118,16 @@ class DataConfig:
     eval_path: str | tuple[str, ...] | None = None  # held-out data, in the forms of path
     # The held-out split, of dataset_name or of a directory. null: test or validation if there is one.
     eval_split: str | None = None
-    # Our name of a field -> its name in the records, as in question: problem or answer: reward_model.ground_truth.
+    # Name that rl_megatron uses -> name in the records, as in {question: problem} or {answer:
+    # reward_model.ground_truth}.
     columns: dict[str, str] = field(default_factory=dict)
-    mix: tuple[MixedData, ...] = ()  # data sets that batches are mixed of, instead of path and dataset_name
+    mix: tuple[MixedData, ...] = ()  # data sets that are mixed in each batch, instead of path and dataset_name
     # A function of the step that returns the weights of mix, in their order or by name, as in curriculum.py:weights.
     # null: those of mix.
     mix_weights: str | None = None
     # Read records block by block while the stage trains, instead of all before the first step.
     streaming: bool = False
-    # Records of a block, which are shuffled together; used by streaming only.
+    # Number of records in a block, within which records are shuffled; used by streaming only.
     shuffle_block: Positive = DEFAULT_SHUFFLE_BLOCK
     # Directory in which the tokens of large data (4 MiB of text) are kept for later runs. null: rl_megatron/tokens in
     # $XDG_CACHE_HOME or ~/.cache. off: they are not kept.
@@ -138,12 +139,12 @@ class DataConfig:
     # templates below alone. auto: chat if records are conversations (`messages`, or lists of messages as `prompt`,
     # `chosen` or `rejected`), otherwise plain.
     format: Literal["auto", "plain", "chat"] = "auto"
-    # The prompt, a Python format string over a record's fields; for a task, over those of its problem's record and
-    # {prompt}. With format=chat it is the user's message. null: a task's own prompt, or otherwise the field of the
-    # records that holds the prompt, such as `question`, which plain text ends with a line break.
+    # The prompt, as a Python format string with the fields of a record; with source=task, with {prompt} and the fields
+    # of the problem's record. With format=chat it is the user's message. null: the task's own prompt; for other
+    # sources, the field that holds the prompt, such as `question`, and in plain text a line break.
     prompt_template: str | None = None
-    # The answer, a format string as well. For preference, {answer} is the chosen or the rejected text. null: {answer},
-    # or another field of the records that holds the answer, such as `completion`.
+    # The answer, also as a format string. With source=preference, {answer} is the chosen or the rejected text. null:
+    # {answer}, or another field that holds the answer, such as `completion`.
     answer_template: str | None = None
     system_prompt: str | None = None  # with format=chat, the system message of conversations without one; null: none
     # The Jinja template of format=chat: a file, or the template itself, which has {{ or {%. null: the tokenizer's.
@@ -155,8 +156,8 @@ class DataConfig:
     # generation.max_new_tokens. error: stop the run. truncate: cut the end of a sequence, and the beginning of a prompt
     # for generation. drop: leave it out, and a preference pair as a whole.
     too_long: Literal["error", "truncate", "drop"] = "error"
-    # Held-out sequences, or problems, per evaluation; a pair is two sequences. As many records are held out where
-    # heldout_fraction would hold out fewer. null: 256, or all if fewer are held out.
+    # Held-out sequences, or problems, per evaluation; a pair is two sequences. If heldout_fraction would hold out
+    # fewer, this many are held out. null: 256, or all if fewer are held out.
     num_eval_examples: Positive | None = None
     task: dict[str, Any] = field(default_factory=dict)  # name and options of a registered task, for source=task
     num_documents: Positive = 20_000  # pretraining documents that a task generates
@@ -174,7 +175,7 @@ class DataConfig:
 class StageConfig:
     """One stage of a run: an algorithm and every setting that it uses."""
 
-    # The stage whose last weights this one starts from, as stages.NAME; it is an earlier one. null: the stage before.
+    # An earlier stage whose last weights this stage starts from, as stages.NAME. null: the previous stage.
     init_from: str | None = None
     # the algorithm and its settings (config/algorithms.py)
     algorithm: Annotated[SerializeAsAny[AlgorithmConfig], choose_class("name", ALGORITHM_CONFIGS)]
@@ -203,7 +204,7 @@ class StageConfig:
 
     @property
     def scores_completions(self) -> bool:
-        """Return whether the stage samples completions and scores them, to learn or to be evaluated."""
+        """Return whether the stage samples completions and scores them, for training or evaluation."""
         return bool(self.eval.sets) or PROBLEMS in (self.algorithm.learns_from, self.data.heldout_kind)
 
 
@@ -217,7 +218,7 @@ class RunConfig:
     output_dir: str
     plugins: tuple[str, ...] = ()  # the user's own modules that register losses, tasks, algorithms, …
     metric_sinks: tuple[str, ...] = ("jsonl", "tensorboard")  # where metrics are written; jsonl must be listed
-    # services that metrics are sent to as well, such as W&B (config/loggers.py)
+    # further services that metrics are sent to, such as W&B (config/loggers.py)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     init_from: str | None = None  # a checkpoint directory whose weights start the first stage; null: new weights
     # Continue the run in output_dir, if there is one. false: move it to output_dir.previous, and start a new run.

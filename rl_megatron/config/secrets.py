@@ -19,8 +19,8 @@ _TOKEN_KEY = re.compile(r"^((access|auth|api|bearer|hf|hub)[_-])?token$", re.IGN
 def without_secrets(value: object) -> Any:
     """Return a configuration, as plain mappings and lists, in which `***` stands for each secret.
 
-    A secret is the text of a key such as `api_key`, the user and password of an address, what follows an option such as
-    `--api-key`, and the value of an environment variable such as HF_TOKEN.
+    A secret is the value of a key such as `api_key`, the user and password of an address, the argument after an option
+    such as `--api-key`, or the value of an environment variable such as HF_TOKEN.
     """
     if isinstance(value, Mapping):
         return {

@@ -42,7 +42,7 @@ def build_stage(name: str, base: Mapping[str, Any], changes: Mapping[str, Any]) 
 
 
 def refuse_shadowed(overrides: list[str], stages: Mapping[str, Mapping[str, object]]) -> None:
-    """Refuse an override of a key that stages set themselves, and name the key under which it takes effect."""
+    """Refuse an override of a key that stages set themselves, and name the key to override instead."""
     for override in overrides:
         key = get_override_key(override)
         setting = [name for name, changes in stages.items() if _shadows(changes, key.split("."))]
@@ -102,7 +102,7 @@ def _check_beginning(stages: Mapping[str, schema.StageConfig], name: str, stage:
 
 
 def _check_reward_model(stages: Mapping[str, schema.StageConfig], name: str, where: str, init_from: str | None) -> None:
-    """Check that the reward model that a stage names comes from an earlier stage that makes one."""
+    """Check that the reward model that a stage names comes from an earlier stage that trains one."""
     if init_from is None or not init_from.startswith(OF_STAGES):
         return
     _check_earlier(stages, name, where, init_from)
@@ -119,8 +119,8 @@ def _check_earlier(stages: Mapping[str, schema.StageConfig], name: str, key: str
     if value.removeprefix(OF_STAGES) not in earlier or not value.startswith(OF_STAGES):
         choices = ", ".join(OF_STAGES + stage_name for stage_name in earlier) or "none, because this is the first stage"
         raise ConfigError(
-            f"stages.{name}.{key}={value} is not an earlier stage of the run: {choices}; the weights of another run "
-            "are the init_from of the whole run"
+            f"stages.{name}.{key}={value} is not an earlier stage of the run: {choices}; to use the weights of another "
+            "run, set the init_from of the whole run"
             if key == "init_from"
             else f"stages.{name}.{key}: init_from={value} is not an earlier stage of the run: {choices}"
         )
@@ -156,8 +156,8 @@ def _check_stage(name: str, stage: schema.StageConfig, first: schema.StageConfig
     stage.eval.check(f"{where}eval", stage.generation.temperature, bool(stage.reward.functions))
     if stage.eval.sets and not stage.algorithm.leaves_language_model:
         raise ConfigError(
-            f"{where}eval.sets needs a language model, which answers problems, and algorithm={stage.algorithm.name} "
-            "trains another one; leave the sets out"
+            f"{where}eval.sets needs a language model, which answers problems, but algorithm={stage.algorithm.name} "
+            "trains none; leave the sets out"
         )
     _check_kind_of_data(stage)
     stage.algorithm.check(stage)
@@ -205,7 +205,7 @@ def _has(tree: object, path: list[str]) -> bool:
 
 
 def _with_source(data: Any, algorithm: Any) -> object:
-    """Return a stage's data section with the source that is chosen for it if it names none."""
+    """Return a stage's data section with the default source filled in."""
     if (
         not isinstance(data, Mapping)
         or data.get("source") is not None
@@ -216,10 +216,10 @@ def _with_source(data: Any, algorithm: Any) -> object:
 
 
 def _with_usual_batches(train: Any, algorithm: Any, changes: Any, where: str) -> object:
-    """Return a stage's train section with the batches that are usual for its algorithm if it does not set them.
+    """Return a stage's train section with its algorithm's default batch size and batching filled in.
 
-    `changes` are the keys that this stage does not share with others: a `micro_batch_size` among them that has no
-    effect on the usual batching is refused.
+    `changes` are the keys that this stage does not share with others. A `micro_batch_size` among them is refused if the
+    default batching ignores it.
     """
     chosen = find_chosen_class("algorithm", algorithm)
     if not isinstance(train, Mapping) or chosen is None:
@@ -231,8 +231,8 @@ def _with_usual_batches(train: Any, algorithm: Any, changes: Any, where: str) ->
     usual, size = chosen.usual_batching, changes.get("micro_batch_size") if isinstance(changes, Mapping) else None
     if usual != "padded" and size not in (None, TrainConfig.micro_batch_size):
         raise ConfigError(
-            f"{where}train.micro_batch_size={size} has no effect: {algorithm['name']} uses train.batching={usual} if "
-            "nothing else is set; limit a microbatch by train.micro_batch_tokens, or set train.batching=padded"
+            f"{where}train.micro_batch_size={size} has no effect: {algorithm['name']} uses train.batching={usual} by "
+            "default; limit a microbatch by train.micro_batch_tokens, or set train.batching=padded"
         )
     return {**train, "batching": usual}
 
@@ -240,7 +240,7 @@ def _with_usual_batches(train: Any, algorithm: Any, changes: Any, where: str) ->
 def _without_keys_of_another(
     section: str, below: Mapping[str, object], changes: Mapping[str, object]
 ) -> Mapping[str, object]:
-    """Return the run's section without the keys that the stage's own choice of name does not have."""
+    """Return the run's section without the keys that the class chosen by the stage does not have."""
     replaced, chosen = find_chosen_class(section, below), find_chosen_class(section, changes)
     if replaced is None or chosen is None:
         return below

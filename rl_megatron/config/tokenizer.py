@@ -9,7 +9,7 @@ from rl_megatron.config.loading.settings import Positive, section
 class TokenizerConfig:
     """The tokenizer, which all stages of a run share."""
 
-    # A Hugging Face tokenizer's directory. null: the tokenizer that init_from brings from Hugging Face, or otherwise a
-    # byte-level BPE trained on the first stage's training text.
+    # A Hugging Face tokenizer's directory. null: the Hugging Face tokenizer that init_from was imported with or, if
+    # there is none, a byte-level BPE trained on the first stage's training text.
     path: str | None = None
     vocab_size: Positive = 512  # tokens of the trained BPE, 258 or more; unused if path is set

@@ -25,7 +25,7 @@ def _check_eval_metric(name: str) -> str:
     """Return the name of an eval metric; the preflight checks whether the stage has it."""
     if not is_eval_metric(name):
         choices = ", ".join(map(repr, HIGHER_IS_BETTER))
-        raise ValueError(f"must be {choices}, or of a set of eval.sets, as in 'aime/avg@8'")
+        raise ValueError(f"must be {choices}, or a statistic of a set of eval.sets, as in 'aime/avg@8'")
     return name
 
 
@@ -59,8 +59,8 @@ class TrainConfig:
     """How a stage trains: its length, its batches, its evaluations and its checkpoints."""
 
     steps: Positive = 100  # optimizer steps of the stage; for grpo and ppo, rollout steps
-    # Sequences per optimizer step over all ranks; a preference pair is two sequences. null: all that a rollout step
-    # learns from, so that the policy takes one optimizer step on it, and 32 for algorithms that read data sets.
+    # Sequences per optimizer step over all ranks; a preference pair is two sequences. null: all sequences that a
+    # rollout step learns from, so that it has one optimizer step; 32 for algorithms that read data sets.
     global_batch_size: Positive = 32
     # How sequences form the microbatches of one forward pass. padded: micro_batch_size sequences, padded to the longest
     # of the batch. dynamic: sequences of similar length, padded to their longest, up to micro_batch_tokens. packed:
@@ -68,7 +68,7 @@ class TrainConfig:
     # completions (grpo and ppo), because these differ in length, and padded for others.
     batching: Literal["padded", "dynamic", "packed"] = "padded"
     micro_batch_size: Positive = 8  # sequences per forward pass on one rank; used by batching=padded only
-    # Tokens per forward pass on one rank, at most; used by batching=dynamic and packed. Every sequence must fit, and
+    # Maximum tokens per forward pass on one rank; used by batching=dynamic and packed. Every sequence must fit, and
     # both sequences of a preference pair must fit together.
     micro_batch_tokens: Positive = 4096
     # Compute logits from the last hidden states for one block of tokens at a time (a block's logits are 512 MiB in bf16
@@ -80,7 +80,7 @@ class TrainConfig:
     reference: Literal["resident", "offload"] = "resident"
     seed: NonNegative = 0  # seed of the initial weights, of generated data, of the data's order and of sampling
     # Compute every sum in a fixed order, so that two runs of the same settings on the same machines are equal to the
-    # bit. Operations and engines that cannot do so are refused. It is the same in all stages.
+    # bit. Operations and engines that cannot do so are refused. All stages must have the same value.
     deterministic: bool = False
     eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
     save_every: NonNegative = 0  # steps between checkpoints; 0: only after the last step
@@ -89,32 +89,33 @@ class TrainConfig:
     # Also export every checkpoint in the format of Hugging Face, to OUTPUT_DIR/exported/STAGE/step-N, while training
     # continues: adapters as peft has them, a reward model as a classifier. An export is deleted with its checkpoint.
     export_hf: bool = False
-    # Also keep the checkpoint that is best by this eval metric, or by one of a set, as in `aime/avg@8`. null: none.
+    # Also keep the best checkpoint by this eval metric, or by a statistic of a set, as in `aime/avg@8`. null: none.
     keep_best: EvalMetric | None = None
     # Eval metrics and their goals, as in {accuracy: 0.9}: the stage ends at the first evaluation that reaches one.
     stop_at: dict[EvalMetric, Annotated[float, Number]] = field(default_factory=dict)
     collective_timeout_minutes: PositiveFloat = 10.0  # how long a rank waits for the others before the run fails
     # What to do if a loss or a gradient norm is NaN or infinite. halt: the run fails. skip: leave out the optimizer
-    # step on all ranks. roll_back: go back to the stage's newest checkpoint, and leave out the batches since.
+    # step on all ranks. roll_back: go back to the stage's newest checkpoint, and skip the batches since then.
     on_nonfinite: Literal["halt", "skip", "roll_back"] = "halt"
-    # How many optimizer steps in a row may be skipped, or how often a stage may go back to one and the same checkpoint;
-    # then the run fails.
+    # Maximum number of optimizer steps skipped in a row, or of roll-backs to the same checkpoint. One more fails the
+    # run.
     max_nonfinite_steps: Positive = 5
     # Steps between two desync checks, which compare batches and weights over ranks; 0: only before the first step.
     desync_check_every: NonNegative = 100
-    # Steps whose medians the loss and the reward are compared with, for warnings of a loss spike or a reward collapse;
-    # 0: no such warnings.
+    # Number of previous steps whose median loss and reward are compared with the current ones, to warn of a loss spike
+    # or a reward collapse; 0: no such warnings.
     anomaly_window: NonNegative = 50
-    # A loss spike is this many median absolute deviations (as estimates of a standard deviation) above the median.
+    # A loss spike is this many standard deviations, estimated from the median absolute deviation, above the median.
     loss_spike_deviations: PositiveFloat = 10.0
-    # The reward has collapsed if the median of the last five steps is below this share of the median before.
+    # The reward has collapsed if the median of the last five steps is below this share of the median of the steps
+    # before.
     reward_collapse_fraction: Fraction = 0.5
-    equal_rewards_steps: Positive = 10  # steps in a row in which all rewards are equal before there is a warning
-    # How long a rank may be silent, or all ranks without progress, before a report names the rank that hangs, with the
-    # stacks of all ranks in failure.json; 0: never. It ends nothing.
+    equal_rewards_steps: Positive = 10  # steps in a row with all rewards equal after which a warning is logged
+    # How long a rank may be silent, or all ranks make no progress, before a report names the rank that hangs and writes
+    # the stacks of all ranks to failure.json; 0: never. The run continues.
     hang_report_seconds: NonNegativeFloat = 300.0
     # The time since the command's start, as DD:HH:MM:SS, by which the last checkpoint must be saved. The run ends after
-    # the last step that leaves enough time; the same command continues it. The end of a SLURM job is a limit as well.
+    # the last step that leaves enough time; the same command continues it. The end of a SLURM job is also a limit.
     checkpoint_must_save_by: Duration | None = None
 
     def check(self, where: str) -> None:

@@ -8,7 +8,7 @@ Pairs come in two forms of records:
   that is a mapping with `is_correct` (true or false) and `solution` (a string). Each right solution forms a pair with
   each wrong solution of the same record.
 
-`datasets.py` makes batches of them.
+`datasets.py` makes batches of these records.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
 def split_by_prompt(
     records: Sequence[Record], heldout_fraction: float, prompt_template: str | None, wanted: int = 0
 ) -> tuple[list[Record], list[Record]]:
-    """Return the (training, held-out) records, which are pairs or single answers. All of a prompt are on the same side.
+    """Return the (training, held-out) pairs or single answers. All records of a prompt are on the same side.
 
-    `heldout_fraction` of the prompts is held out, and more if they have fewer than `wanted` records: always the same
-    prompts of the same records, independent of the run's seed.
+    `heldout_fraction` of the prompts is held out, or more until they have `wanted` records. The choice depends on the
+    records, but not on the run's seed.
     """
     texts = PlainText(prompt_template)
     by_prompt: dict[str, list[Record]] = {}
@@ -57,10 +57,10 @@ def _identify_prompt(record: Record, texts: PlainText) -> str:
 
 
 def build_pairs(records: Sequence[Record]) -> list[Record]:
-    """Return the pairs of the records of a file. The first record with a form decides the form of the file.
+    """Return the pairs of a file's records. The first record with an answer decides the form of all.
 
-    Graded records without a right or without a wrong solution are left out, and their number is logged. NothingLeft is
-    raised if no record has a form, or no question has both a right and a wrong solution.
+    Graded records without a right or without a wrong solution are left out, and their number is logged. Raise
+    NothingLeft if no record has an answer, or no question has both a right and a wrong solution.
     """
     first = next(filter(_find_form, records), records[0])
     form = _find_form(first)
@@ -94,7 +94,7 @@ def build_pairs(records: Sequence[Record]) -> list[Record]:
 
 
 def _find_form(record: Record) -> str | None:
-    """Return the form of one record, or None if it has no answer of either form, such as a question without answers."""
+    """Return the form of one record, or None if it has no answer in either form."""
     if any(side in record.values for side in SIDES):
         return _PAIR
     return _GRADED if any(map(_is_graded, record.values.values())) else None
@@ -125,7 +125,7 @@ def _check_text(record: Record, key: str, text: object) -> None:
 
 
 def _pair_solutions(record: Record) -> Iterator[Record]:
-    """Yield a pair for each right and each wrong solution, in the record's order; equal texts count once."""
+    """Yield a pair of each right with each wrong solution, in the record's order; equal texts count once."""
     solutions = {key: value for key, value in record.values.items() if _is_graded(value)}
     grades: dict[str, bool] = {}
     for key, graded in solutions.items():
@@ -135,7 +135,7 @@ def _pair_solutions(record: Record) -> Iterator[Record]:
         _check_text(record, f"{key}.solution", text)
         if grades.setdefault(text, graded["is_correct"]) != graded["is_correct"]:
             raise ValueError(
-                f"{record.location}: the text of {key!r} is graded right and wrong: remove one of the two."
+                f"{record.location}: the text of {key!r} is graded both right and wrong: remove one of the two."
             )
     fields = {key: value for key, value in record.values.items() if key not in solutions}
     for chosen in (text for text, right in grades.items() if right):

@@ -1,6 +1,7 @@
 """`BatchedDataDict`: a batch of sequences, with one entry per sequence under each key.
 
-`Padding` makes batches of lists of token ids. `score_positions` says where the score of a sequence is read.
+`Padding` makes batches of lists of token ids. `score_positions` returns the token at which the score of a sequence is
+read.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """Return the number of sequences; 0 if the batch has no keys.
 
         Raises:
-            ValueError: Two keys disagree.
+            ValueError: Two keys have different numbers of sequences.
             TypeError: A value is neither a tensor with a first dimension nor a list.
         """
         return common_size(self.data)
@@ -39,7 +40,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.data
 
     def to(self, device: str | torch.device) -> Self:
-        """Return a batch with every tensor on `device`. Lists, and tensors that are there already, are not copied."""
+        """Return a batch with every tensor on `device`. Lists, and tensors already on it, are not copied."""
         moved = type(self)()
         for key, value in self.data.items():
             moved[key] = value.to(device) if isinstance(value, torch.Tensor) else value
@@ -65,7 +66,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             raise ValueError("from_batches needs at least one batch, got none.")
         for number, batch in enumerate(batches):
             if batch.keys() != batches[0].keys():
-                raise ValueError(f"batch {number} has keys {sorted(batch)} and batch 0 has {sorted(batches[0])}.")
+                raise ValueError(f"batch {number} has keys {sorted(batch)}, but batch 0 has {sorted(batches[0])}.")
             common_size(batch)
         pad_values = pad_value_dict or {}
         joined = cls()
@@ -112,7 +113,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             IndexError: The batch does not have all of these sequences.
         """
         if not 0 <= start <= end <= self.size:
-            raise IndexError(f"sequences {start} to {end} of a batch with {self.size} sequences.")
+            raise IndexError(f"cannot slice sequences {start} to {end} of a batch with {self.size} sequences.")
         return self.map_values(lambda tensor: tensor[start:end], lambda items: items[start:end])
 
     def select_indices(self, indices: Sequence[int] | torch.Tensor) -> Self:
@@ -131,7 +132,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             indices = indices.nonzero().flatten().tolist() if indices.dtype == torch.bool else indices.tolist()
         numbers = list(indices)
         if wrong := [number for number in numbers if not -size <= number < size]:
-            raise IndexError(f"sequence {wrong[0]} of a batch with {size} sequences.")
+            raise IndexError(f"cannot select sequence {wrong[0]} of a batch with {size} sequences.")
         # These are copies, not views: pickling a view sends its whole storage to the other process.
         return self.map_values(
             lambda tensor: tensor[torch.tensor(numbers, dtype=torch.long, device=tensor.device)],
@@ -150,7 +151,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
 
 def common_size(values: Mapping[str, object]) -> int:
-    """Return the number of sequences of all values, which are tensors or lists of one size; 0 if there are none."""
+    """Return the common number of sequences of these tensors and lists; 0 if there are none."""
     sizes = {key: _size(key, value) for key, value in values.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(
@@ -226,13 +227,15 @@ def span_mask(starts: torch.Tensor, ends: torch.Tensor, width: int) -> torch.Ten
 def score_positions(data: Mapping[str, Any]) -> Int[Tensor, " batch"]:
     """Return the index of each sequence's last token.
 
-    It follows from `input_lengths`. A batch without them has it at the last token with token_mask ≠ 0. It is 0 if there
-    is none, or if the length is 0.
+    `input_lengths` gives it or, without this key, the last token with token_mask ≠ 0. It is 0 for an empty sequence or
+    mask.
     """
     if "input_lengths" in data:
         return (data["input_lengths"].long() - 1).clamp(min=0)
     if "token_mask" not in data:
-        raise KeyError(f"a score is read where 'input_lengths' or 'token_mask' says; the batch has {sorted(data)}")
+        raise KeyError(
+            f"the position of a score needs 'input_lengths' or 'token_mask', but the batch has only {sorted(data)}"
+        )
     mask = data["token_mask"]
     if mask.dim() != 2 or not mask.size(1):
         raise ValueError(f"token_mask {tuple(mask.shape)} must be [B, S] with at least one token")

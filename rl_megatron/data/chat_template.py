@@ -1,7 +1,7 @@
 """Render conversations with a Hugging Face chat template, and find the assistant's turns in the text.
 
-The turns are found by the template's `{% generation %}` markers if it has them. Otherwise they are found by comparison:
-a turn is what the template appends to the conversation before it, once that ends with the generation prompt.
+The turns are found by the template's `{% generation %}` markers if it has them. Otherwise two renderings are compared:
+a turn is the text that it adds to the rendering of the earlier messages with the generation prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Span = tuple[int, int]
 class ChatTemplate:
     """A chat template with its variables.
 
-    Rendering is that of transformers, so that the text is the one of `apply_chat_template`.
+    It renders with transformers' code, so that the text equals that of `apply_chat_template`.
 
     Args:
         texts: Name → Jinja text. "default" is used, or "tool_use" for conversations with tools, if there is one.
@@ -41,7 +41,7 @@ class ChatTemplate:
         return self._texts.get("tool_use", self._texts.get("default", ""))
 
     def prompt(self, conversation: Conversation) -> str:
-        """Return the text that the assistant's next turn follows."""
+        """Return the text of the conversation with the generation prompt, which the assistant's next turn follows."""
         return self._render(conversation, len(conversation.messages), generation_prompt=True)
 
     def text(self, conversation: Conversation) -> str:
@@ -51,7 +51,7 @@ class ChatTemplate:
     def render_with_turns(self, conversation: Conversation, last_only: bool) -> tuple[str, list[Span]]:
         """Return the text of the conversation, and where the turns to learn begin and end in it.
 
-        Turns in the conversation's context are not returned. If `last_only`, the last turn alone is.
+        Turns in the conversation's context are not returned. With `last_only`, only the last turn is.
         """
         turns = [
             number
@@ -88,9 +88,9 @@ class ChatTemplate:
         if text.startswith(answered) and answered.startswith(prompt):
             return len(prompt), len(answered)
         reason = (
-            "the prompt for it is not the beginning of the conversation"
+            "the prompt for it is not a prefix of the rendered conversation"
             if not text.startswith(prompt)
-            else "its text changes with the messages after it"
+            else "its text changes if messages follow it"
         )
         raise ValueError(
             f"{conversation.record.location}: message {turn + 1} (assistant) cannot be learned with {self._name}, "
@@ -141,7 +141,7 @@ class ChatTemplate:
 
 
 def _locate_line(error: Exception) -> str:
-    """Return " at line N" of the template, if the error has it (a syntax error) or its traceback does."""
+    """Return " at line N", the template's line in a syntax error or in the traceback; "" if it is unknown."""
     trace, line = error.__traceback__, getattr(error, "lineno", None)
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":

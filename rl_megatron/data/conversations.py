@@ -1,7 +1,7 @@
 """Read conversations from records: lists of messages, with the tools that the assistant may call.
 
 A record is a conversation if `messages` is a list of messages, or if `prompt`, `completion`, `chosen` or `rejected` is.
-A message is what Hugging Face chat templates take: a mapping with `role` and `content`, and for some with `tool_calls`.
+A message is what Hugging Face chat templates take: a mapping with `role`, `content` and optionally `tool_calls`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIELDS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, of which the first ones may only be context.
+    """A list of messages, the first of which may be only context.
 
     Attributes:
         tools: JSON schemas of the tools that the assistant may call, or None.
@@ -36,7 +36,7 @@ class Conversation:
 
 
 def is_conversation(record: Record) -> bool:
-    """Return whether any field of the record that may hold messages does."""
+    """Return whether a field of the record, such as `messages` or `prompt`, is a list of messages."""
     return any(_is_list(record.values.get(field)) for field in _FIELDS)
 
 
@@ -88,8 +88,8 @@ def get_message_text(message: Message) -> str:
 def read_preference(record: Record) -> tuple[Conversation, Conversation]:
     """Return the conversations with the chosen and with the rejected answer.
 
-    The context of both is `prompt` if it is a list of messages, otherwise `messages`, otherwise the messages with which
-    `chosen` and `rejected` both begin.
+    The context of both is `prompt` if it is a list of messages, otherwise `messages`, otherwise the common first
+    messages of `chosen` and `rejected`.
     """
     values = record.values
     context = next((field for field in ("prompt", "messages") if _is_list(values.get(field))), None)
@@ -122,13 +122,13 @@ def _append_answer(record: Record, context: list[dict[str, Any]], field: str) ->
 
 
 def _read_messages(record: Record, field: str) -> list[dict[str, object]]:
-    """Return the messages in a field, without keys whose value is null, as transformers gives them to a template."""
+    """Return the messages in a field, without keys whose value is null, as transformers passes them to a template."""
     messages = record.values.get(field)
     where = f"{record.location}: {field!r}"
     if field not in record.values:
         raise ValueError(f"{where} is missing{nearest(field, record.values)}")
     if not _is_list(messages) or not messages:
-        raise ValueError(f"{where} must be a list of messages with 'role' and 'content', and is {_show(messages)}.")
+        raise ValueError(f"{where} must be a list of messages with 'role' and 'content', but is {_show(messages)}.")
     return [_read_message(message, f"{where}, message {number}") for number, message in enumerate(messages, start=1)]
 
 

@@ -1,8 +1,8 @@
 """Datasets for pretraining, SFT and preference training. The same items always give the same batch.
 
 `TextDataset` cuts a stream of tokens into windows (pretraining). `PromptAnswerDataset` has prompts and the answers to
-learn, or conversations (SFT), and `LabelledDataset` also the labels of answers (KTO). `PreferenceDataset` has pairs.
-Errors in the data are raised when a dataset is built, before the first step.
+learn, or conversations (SFT). `LabelledDataset` also has the labels of answers (KTO), and `PreferenceDataset` has
+pairs. Errors in the data are raised when a dataset is built, before the first step.
 
 Keys of a batch: `input_ids` `[B, S]` int64, padded on the right; `input_lengths` `[B]` int64; `token_mask` `[B, S]`
 fp32, entry t corresponds to token t; `sample_mask` `[B]` fp32.
@@ -55,9 +55,10 @@ class TextDataset:
     is masked.
 
     Attributes:
-        num_characters: Characters of the documents; the NLL per character is divided by them.
-        num_bytes: Bytes of the documents in UTF-8.
-        num_predicted_tokens: Tokens of the documents and one `<eos>` between every two; Σ token_mask over all windows.
+        num_characters: The number of characters of the documents, by which the NLL per character is divided.
+        num_bytes: The number of bytes of the documents in UTF-8.
+        num_predicted_tokens: The number of tokens of the documents, with one `<eos>` between every two: Σ token_mask
+            over all windows.
     """
 
     group_size = 1
@@ -110,7 +111,7 @@ class PromptAnswerDataset:
         max_sequence_length: The most tokens of a sequence.
         too_long: What to do with a longer sequence. "error" raises an error. "drop" leaves it out. "truncate" cuts its
             end, and leaves it out if no token to learn remains. The last two log the number of sequences.
-        pad_to_multiple_of: S of a batch is a multiple of this.
+        pad_to_multiple_of: The width S of a batch is rounded up to a multiple of this.
     """
 
     group_size = 1

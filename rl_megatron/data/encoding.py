@@ -24,7 +24,7 @@ class EncodedSequence:
 
     Attributes:
         trained: One byte per token, 1 if the token is learned and 0 otherwise. The first token is never learned,
-            because nothing is before it to predict it from.
+            because no token before it could predict it.
     """
 
     ids: list[int]
@@ -66,7 +66,7 @@ class EncodedPair:
         return max(self.chosen.num_tokens, self.rejected.num_tokens)
 
     def truncate(self, limit: int) -> EncodedPair | None:
-        """Return both sequences within `limit`, or None if an answer is gone or the two answers are now the same."""
+        """Return both sequences cut to `limit` tokens, or None if an answer is gone or both answers are now equal."""
         chosen, rejected = self.chosen.truncate(limit), self.rejected.truncate(limit)
         if chosen is None or rejected is None or chosen.trained_ids == rejected.trained_ids:
             return None
@@ -74,7 +74,7 @@ class EncodedPair:
 
 
 class RendersChats(Protocol):
-    """A `Renderer`, which knows the conversation that a prompt consists of."""
+    """The method of `Renderer` that returns the conversation of a prompt."""
 
     def chat(self, record: Record) -> tuple[ChatTemplate, Conversation] | None:
         """Return the chat template and the conversation of a record's prompt, or None for plain text."""
@@ -87,7 +87,7 @@ class EncodedPrompt:
 
     Attributes:
         num_prefix: The number of tokens that the tokenizer puts before every text (BOS). Truncation keeps them.
-        data_set: The name of its data set, in a mixture that of `data.mix`.
+        data_set: The name of the data set that the prompt comes from.
     """
 
     ids: list[int]
@@ -103,7 +103,7 @@ class EncodedPrompt:
         return len(self.ids)
 
     def truncate(self, limit: int) -> EncodedPrompt | None:
-        """Return the last tokens, after those that are before every text; None if no other token remains."""
+        """Return the prefix and the last tokens, `limit` in all, or None if only the prefix fits."""
         ids = truncate_prompt(self.ids, self.num_prefix, limit)
         return None if ids is None else replace(self, ids=ids)
 
@@ -113,7 +113,7 @@ class EncodedPrompt:
 
 
 def truncate_prompt(ids: list[int], num_prefix: int, limit: int) -> list[int] | None:
-    """Return the first `num_prefix` ids and the last ones, `limit` in all; None if no other id remains."""
+    """Return the first `num_prefix` ids and the last ones, `limit` in all, or None if only the prefix fits."""
     num_last = limit - num_prefix
     return ids[:num_prefix] + ids[-num_last:] if num_last > 0 else None
 
@@ -173,7 +173,7 @@ class Limit:
 
 
 def apply_limit(items: Sequence[ItemT], limit: Limit) -> list[ItemT]:
-    """Return the items, none longer than the limit. NothingLeft is raised if there is none."""
+    """Return the items that fit the limit, with its policy for longer ones. Raise NothingLeft if none is left."""
     if not items:
         raise NothingLeft("the dataset has no records.")
     longer = [item for item in items if item.num_tokens > limit.tokens]
@@ -182,7 +182,7 @@ def apply_limit(items: Sequence[ItemT], limit: Limit) -> list[ItemT]:
     longest, noun = max(item.num_tokens for item in longer), limit.noun
     if limit.policy == "error":
         raise ValueError(
-            f"{longer[0].record.location}: this {noun} has {longer[0].num_tokens} tokens, and {limit.name} is "
+            f"{longer[0].record.location}: this {noun} has {longer[0].num_tokens} tokens, but {limit.name} is "
             f"{limit.tokens} ({len(longer)} of {len(items)} {noun}s are longer, the longest has {longest}): "
             f"{limit.remedy}, or set data.too_long=drop or data.too_long=truncate."
         )

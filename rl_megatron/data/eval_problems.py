@@ -1,4 +1,4 @@
-"""The problems of the sets of `eval.sets`. Their files are checked without torch."""
+"""The problems of `eval.sets`, whose files are checked without torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_megatron.data.tasks.task import AnsweringTask, Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
-# How text is rendered, which a set shares with the stage's data.
+# The keys of rendering, which a set has in common with the stage's data.
 _RENDERING = ("format", "system_prompt", "chat_template", "chat_template_kwargs", "too_long")
 _WHOLE = "heldout_fraction"  # the option of tasks that hold out a part of a file
 
@@ -33,7 +33,7 @@ class SetProblems:
 
     @property
     def reads_answers(self) -> bool:
-        """Return whether the task reads the answer of a completion, for maj@n."""
+        """Return whether the task can extract the answer of a completion, for maj@n."""
         return isinstance(self.task, AnsweringTask)
 
 
@@ -87,7 +87,7 @@ def _read_problems(stage: StageConfig, eval_set: EvalSetConfig) -> SetProblems:
 
 
 def _is_whole_file(eval_set: EvalSetConfig) -> bool:
-    """Return whether the task would hold out a part of the set's file, all of which is evaluated."""
+    """Return whether the task would hold out a part of the file by default, although the set is the whole file."""
     if eval_set.task is None or eval_set.path is None or not Path(eval_set.path).is_file():
         return False
     return _WHOLE in task_options(eval_set.task["name"]) and _WHOLE not in eval_set.task

@@ -21,7 +21,7 @@ from rl_megatron.data.order import epoch_order
 from rl_megatron.data.readers import HubDataset, HuggingFaceDirectory, JsonLines, Parquet, TextLines, list_hub_splits
 from rl_megatron.data.records import Joined, Reader, Record, Renamed
 
-# Names of held-out splits, the first of which a directory or a data set has is used.
+# Names of held-out splits; the first one that a directory or a data set has is used.
 HELDOUT_SPLITS = ("test", "validation", "val", "eval", "dev")
 TRAIN_SPLIT = "train"
 # The split, a number such as -00000-of-00002, and the suffix of a data file.
@@ -98,7 +98,7 @@ def find_files(
 
 
 def require_existing(path: PathLike, key: str = "data.path") -> Path:
-    """Return `path`, with `~` expanded, if there is a file or a directory."""
+    """Return `path`, with `~` expanded; raise FileNotFoundError if it does not exist."""
     expanded = Path(path).expanduser()
     if not expanded.exists():
         raise FileNotFoundError(
@@ -125,7 +125,7 @@ def build_reader(file: Path, plain: Callable[[Path], Reader] = JsonLines) -> Rea
 
 
 def is_plain_text(file: Path) -> bool:
-    """Return whether `build_reader` reads a file with `plain`."""
+    """Return whether `build_reader` reads a file with its reader `plain`."""
     return isinstance(build_reader(file, TextLines), TextLines)
 
 
@@ -207,7 +207,7 @@ def _find_splits(directory: Path) -> dict[str, list[Path]]:
 
 
 def _take_all_files(directory: Path, splits: Mapping[str, list[Path]], key: str) -> Files:
-    """Return all data files of a directory that has none of a training split."""
+    """Return all data files of a directory without a training split."""
     names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:_NUM_NAMES_SHOWN]) or "nothing"
     heldout = [name for name in HELDOUT_SPLITS if name in splits]
     if heldout and key == "data.path":
@@ -235,8 +235,8 @@ def load_records(
 ) -> tuple[list[Record], list[Record]]:
     """Return the (training, held-out) records of `data.path`, which `find_files` describes.
 
-    If it has no held-out files, `heldout_fraction` of the records is held out: always the same records of the same
-    files, independent of the run's seed.
+    If it has no held-out files, `heldout_fraction` of the records is held out. The choice depends on the files, but not
+    on the run's seed.
     """
     files = find_files(path)
     train, heldout = (
@@ -248,8 +248,8 @@ def load_records(
 def load_text(file: Path, heldout_fraction: float = 0.05) -> tuple[str, str]:
     """Return the (training, held-out) text of a file.
 
-    The end of the file is held out, from the first line that starts at or after the cut. The two parts joined are the
-    file, character by character; line ends are not translated.
+    The last `heldout_fraction` of the characters is held out, starting at the next line. Joined, the two parts are
+    exactly the file; line ends are not translated.
     """
     check_fraction(heldout_fraction)
     text = "".join(record.values["text"] for record, _ in TextLines(file).read())
@@ -273,8 +273,8 @@ def split_heldout(
 ) -> tuple[list[ItemT], list[ItemT]]:
     """Return the (training, held-out) items, both in their original order.
 
-    The held-out items are the first of a fixed random order: `heldout_fraction` of them, at least one, and as many more
-    as hold `wanted` records. A fraction of 0 holds nothing out.
+    The held-out items are the first of a fixed random order: `heldout_fraction` of them, at least one, and more until
+    they have `wanted` records. A fraction of 0 holds nothing out.
 
     Args:
         items: The items.

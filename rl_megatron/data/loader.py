@@ -1,8 +1,7 @@
 """`DataLoader`: the batches of a stage, step after step, from one data set or from a mixture of several.
 
-Which items form batch n follows from the settings, the data and n alone. Data sets in memory need no state for that. A
-streamed data set has a position, which a checkpoint keeps, so that a resumed run continues there without reading again
-what came before.
+The items of batch n depend only on the settings, the data and n. Data sets in memory need no saved state. The position
+of a streamed data set is saved in checkpoints, so that a resumed run does not reread earlier records.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class ItemList(Generic[ItemT]):
 
 
 class Drawn(NamedTuple, Generic[BatchT]):
-    """One drawn item: the items that it is among, its index there, and a key that is the same whenever it is drawn."""
+    """One drawn item: the items that it belongs to, its index among them, and a key that is equal in every draw."""
 
     among: Items[BatchT]
     index: int
@@ -67,7 +66,7 @@ class Component(ABC, Generic[BatchT]):
 
     Attributes:
         name: Its name in messages and in a loader's state.
-        first: The items that can be checked before the first step: all, or those of the first block.
+        first: The items that are checked before the first step: all, or those of the first block.
     """
 
     name: str
@@ -98,9 +97,9 @@ class InMemory(Component[BatchT]):
 
 
 class Streamed(Component[BatchT]):
-    """A data set that is read block by block. Its epochs have the same blocks, and each shuffles every block again.
+    """A data set that is read block by block. Every epoch has the same blocks, each shuffled in another order.
 
-    A block without an item, such as one of which every record is too long and dropped, is passed over.
+    A block without items, for example because all its records are too long and dropped, is skipped.
 
     Args:
         name: Its name.
@@ -140,7 +139,7 @@ class Streamed(Component[BatchT]):
         return drawn
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the block, where the reader finds it, and the place in its shuffled items."""
+        """Return the position: the block, its position in the reader, and the index among its shuffled items."""
         return {"epoch": self._epoch, "block": self._block, "start": list(self._start), "place": self._place}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -154,7 +153,7 @@ class Streamed(Component[BatchT]):
         self._reading: Iterator[tuple[Record, Position]] | None = None
 
     def _open_block(self) -> Items[BatchT] | None:
-        """Read up to the next block that has items, and return them, or None if the epoch has no such block left."""
+        """Return the items of the next block that has any, or None if the epoch has no such block left."""
         while read := self._read_block():
             self._end = read[-1][1]
             self._items = self._build_items([record for record, _ in read])
@@ -189,7 +188,7 @@ class Streamed(Component[BatchT]):
             if not isinstance(error.__cause__, NothingLeft):
                 raise
             if self._nothing is None:
-                log.LOGGER.warning("%s: blocks without an item are passed over (%s)", self.name, error)
+                log.LOGGER.warning("%s: blocks without an item are skipped (%s)", self.name, error)
             self._nothing = error
             return None
 
@@ -199,7 +198,7 @@ class Streamed(Component[BatchT]):
 
 @contextmanager
 def _log_rarely(number: int) -> Iterator[None]:
-    """Silence what building a block logs about its records, unless the number of the block is a power of two."""
+    """Silence the log lines about a block's records, unless the block's number is a power of two."""
     logger = logging.getLogger(encoding.__name__)
     level = logger.level
     if number & (number - 1):
@@ -216,9 +215,9 @@ class DataLoader(Generic[BatchT]):
 
     Attributes:
         components: The data sets, at least one.
-        counts: How many items each of them has in each batch.
+        counts: How many items each data set contributes to each batch.
         seed: The seed of the order in which items of several data sets are mixed within a batch.
-        join: Returns one batch of several, with the items in the order of these indices.
+        join: Joins batches into one, with the items in the order of the given indices.
         can_fail: Whether a batch may fail on some ranks only, because it is read from files or a user's function gives
             the weights.
         ranks: The ranks that draw each batch together, if it may fail. A stage that uses the loader sets them.
@@ -256,7 +255,7 @@ class DataLoader(Generic[BatchT]):
     def part(self, number: int, part: int, parts: int) -> BatchT | None:
         """Return one of `parts` equal parts of batch `number`, in the order of its items; None if it has no item.
 
-        The other items are drawn, so that `data_sets` has all of them, but not made a batch. See `batch`.
+        The other items are also drawn, so that `data_sets` covers the whole batch, but they are not built. See `batch`.
         """
         drawn = self._draw_together(number)
         drawn_part = drawn[part * len(drawn) // parts : (part + 1) * len(drawn) // parts]
@@ -290,7 +289,7 @@ class DataLoader(Generic[BatchT]):
         return {"batches": self._next, "streams": {name: state for name, state in states.items() if state is not None}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was called. A state of other streamed data is a ConfigError."""
+        """Continue where `state_dict` was called. Raise ConfigError if the state is of other streamed data."""
         names, streams = {component.name for component in self.components}, state["streams"]
         if unknown := sorted(set(streams) - names):
             raise ConfigError(
@@ -307,7 +306,7 @@ class DataLoader(Generic[BatchT]):
         if number < self._next:
             self.load_state_dict({"batches": 0, "streams": {}})
         drawn: list[tuple[int, Drawn[BatchT]]] = []
-        first = self._next if self.is_streamed else number  # a stream has to pass the batches in between
+        first = self._next if self.is_streamed else number  # a stream must also draw the batches in between
         for drawn_number in range(first, number + 1):
             starts, counts = self.counts.at(drawn_number)
             drawn = [

@@ -1,4 +1,4 @@
-"""How many items of each data set of a mixture form each batch."""
+"""The number of items that each data set of a mixture contributes to each batch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Weights = Sequence[float] | Mapping[str, float]
 class MixtureCounts:
     """The numbers of items that the batches of a mixture take from each data set.
 
-    After every batch, the items that were taken from a data set differ from its share of all items by about one at
-    most: a later batch gives back what rounding took from a data set.
+    After every batch, the number of items taken from a data set differs from its share of all items by about one at
+    most: a later batch compensates for rounding.
 
     Args:
         names: The names of the data sets.
-        batch_size: The items of a batch.
+        batch_size: The number of items in a batch.
         weights: Returns the weights at a step, counted from 1: one for each data set, in their order or by name.
-        batches_per_step: The batches that a step may take. A rollout step takes one in each of its rounds.
+        batches_per_step: The maximum number of batches per step. A rollout step draws one batch in each of its rounds.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class MixtureCounts:
         self._begin()
 
     def at(self, number: int) -> tuple[list[int], list[int]]:
-        """Return for batch `number` ≥ 0 how many items each data set gave before it, and how many it gives to it."""
+        """Return, per data set, how many items the batches before `number` ≥ 0 had, and how many batch `number` has."""
         if number < self._number:
             self._begin()
         while self._number < number:
@@ -70,17 +70,17 @@ class MixtureCounts:
         problem = None
         if isinstance(weights, Mapping):
             if set(weights) != set(self.names):
-                problem = f"the names {sorted(map(str, weights))}, and data.mix has {sorted(self.names)}"
+                problem = f"the names {sorted(map(str, weights))}, but data.mix has {sorted(self.names)}"
             else:
                 weights = [weights[name] for name in self.names]
         elif not isinstance(weights, Sequence) or len(weights) != len(self.names):
-            problem = f"{weights!r}, and data.mix has {len(self.names)} data sets"
+            problem = f"{weights!r}, but data.mix has {len(self.names)} data sets"
         if problem is None:
             assert isinstance(weights, Sequence)
             valid = [w for w in weights if isinstance(w, (int, float)) and w >= 0 and math.isfinite(w)]
             if len(valid) == len(weights) and sum(valid) > 0:
                 return [float(weight) for weight in valid]
-            problem = f"{list(weights)}: weights are finite numbers of 0 or more, and not all are 0"
+            problem = f"{list(weights)}: weights must be finite numbers of 0 or more, and not all 0"
         raise ConfigError(
             f"data.mix_weights returned {problem} (step {step}); return one weight for each data set, in the order of "
             "data.mix or by name"

@@ -1,4 +1,4 @@
-"""The order of a dataset's items, which follows from the seed and the step number. Resuming needs no saved state."""
+"""The order of a dataset's items. It depends only on seed and step number, so that resuming needs no saved state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def epoch_order(num_items: int, seed: int | str, epoch: int) -> torch.Tensor:
 
 
 class ShuffledEpochs:
-    """The items of a data set in shuffled epochs, one after the other without an end. Every item is once in each."""
+    """The items of a data set in endless shuffled epochs, each of which has every item once."""
 
     def __init__(self, num_items: int, seed: int | str) -> None:
         self.num_items, self.seed = num_items, seed
@@ -39,7 +39,7 @@ class ShuffledEpochs:
 
 
 def check_batch_size(num_items: int, batch_size: int) -> None:
-    """Check that a batch can have different items."""
+    """Check that there are enough items for a batch without duplicates."""
     if batch_size < 1 or num_items < batch_size:
         raise ValueError(
             f"cannot draw batches of {batch_size} different items from {num_items}: lower train.global_batch_size or "

@@ -43,7 +43,7 @@ def require_fields(records: Sequence[Record], template: str, key: str = "templat
 
 
 def find_field(record: Record, candidates: Iterable[str], key: str) -> str:
-    """Return the first of the candidates that is a field of the record. The setting `key` can name another field."""
+    """Return the first candidate that is a field of the record; `key` is the setting to change if there is none."""
     for field in candidates:
         if field in record.values:
             return field
@@ -59,7 +59,7 @@ Parts = tuple[str, Mapping[str, Any]]
 
 
 class PlainText:
-    """The templates of a data section, or the texts and fields that stand in for them if they are null."""
+    """The templates of a data section. A task's own text, or a field of the records, replaces one that is null."""
 
     def __init__(self, prompt_template: str | None = None, answer_template: str | None = None):
         self._prompt_template, self._answer_template = prompt_template, answer_template
@@ -72,7 +72,7 @@ class PlainText:
         """Return the text of the record's prompt.
 
         Without a template, a prompt ends with a line break, so that the answer is on a line of its own. The content of
-        a message does not.
+        a chat message (`of_message`) does not end with one.
         """
         template, values = self.prompt_parts(record)
         text = template.format_map(values)
@@ -114,7 +114,7 @@ class PlainText:
         return template, record.values
 
     def _infer_template(self, key: str, candidates: Sequence[str], record: Record) -> str:
-        """Return the template that the fields of the first record imply, and log it unless it is the usual {answer}."""
+        """Return the template that the fields of the first record imply, and log it unless it is "{answer}"."""
         if key not in self._inferred:
             field = find_field(record, candidates, f"data.{key}")
             ends_line = key == "prompt_template" and field != "prompt"
@@ -137,7 +137,7 @@ def write_texts(records: Iterable[Record], data: DataConfig, pairs: bool = False
 
 
 def refuse_conversation(record: Record, data: DataConfig) -> None:
-    """Refuse to train a tokenizer, which would have no chat template, on records that become conversations."""
+    """Refuse to train a tokenizer on records that become conversations: it would have no chat template."""
     if data.format == "chat" or (data.format == "auto" and is_conversation(record)):
         raise ConfigError(
             f"data.format={data.format}: {record.location} becomes a conversation, and a tokenizer that is trained on "

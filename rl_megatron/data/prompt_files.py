@@ -1,6 +1,6 @@
-"""Read prompts that are completed outside of training: texts, conversations or token ids, from files.
+"""Read prompts to complete outside of training from files: texts, conversations or token ids.
 
-The readers and the renderer of training data read them, so that a prompt has the same tokens as in a run. This module
+It uses the readers and the renderer of training data, so that a prompt has the same tokens as in a run. This module
 needs no torch.
 """
 
@@ -58,7 +58,7 @@ class FilePrompt:
         return len(self.ids)
 
     def truncate(self, limit: int) -> FilePrompt | None:
-        """Return the last tokens, after those that are before every text; None if no other token remains."""
+        """Return the prefix and the last tokens, `limit` in all, or None if only the prefix fits."""
         ids = truncate_prompt(self.ids, self.num_prefix, limit)
         return None if ids is None else replace(self, ids=ids)
 
@@ -80,7 +80,7 @@ class FilePrompts:
 
 
 def build_prompts_config(data: DataConfig, path: str) -> PromptsConfig:
-    """Return the data section of the prompts at `path`, which become tokens as the records of `data` do."""
+    """Return the data section for the prompts at `path`, with the rendering of `data`."""
     return PromptsConfig(path=path, **{key: getattr(data, key) for key in RENDERING_KEYS})
 
 
@@ -121,7 +121,7 @@ def _encode_prompt(number: int, record: Record, renderer: Renderer, tokenizer: T
 
 
 def _read_ids(record: Record, tokenizer: Tokenizer) -> list[int]:
-    """Return the prompt of a record that has it as token ids: at least one token of the vocabulary."""
+    """Return the token ids in a record: at least one, all of them of the vocabulary."""
     ids = record.values[IDS]
     if not isinstance(ids, Sequence) or isinstance(ids, str) or not ids:
         raise ValueError(f"{record.location}: {IDS}={ids!r:.60} must be a list of at least one token id.")

@@ -27,7 +27,7 @@ class TextLine(Record):
 
 
 class Lines(Reader):
-    """The lines of a UTF-8 file. A position is the offset in bytes, uncompressed, and the number of lines before it.
+    """The lines of a UTF-8 file. A position is the offset in uncompressed bytes, and the number of lines before it.
 
     A byte order mark at the beginning, which editors on Windows write, is not a part of the text.
     """
@@ -84,7 +84,7 @@ class JsonLines(Lines):
 
 
 def _check_characters(values: dict[str, Any], location: str) -> None:
-    """Check that the escapes of a line are characters: no tokenizer takes half of a surrogate pair."""
+    """Check that the escapes of a line are characters: no tokenizer accepts half of a surrogate pair."""
     for key, value in values.items():
         try:
             json.dumps([key, value], ensure_ascii=False).encode()
@@ -102,8 +102,8 @@ class TextLines(Lines):
         return TextLine({"text": self._text(line, number)}, f"{self.file}:{number}")
 
 
-_ROWS = 1024  # that are converted to Python objects together
-_SECONDS_FOR_THE_HUB = 3.0  # to answer at all
+_ROWS = 1024  # rows that are converted to Python objects at once
+_SECONDS_FOR_THE_HUB = 3.0  # how long the Hub may take to answer
 
 
 class Parquet(Reader):
@@ -204,7 +204,7 @@ def list_hub_splits(name: str, subset: str | None) -> list[str]:
     try:
         with _silence_retries():
             return library.get_dataset_split_names(name, subset)
-    except Exception as error:  # as above
+    except Exception as error:  # as in `HubDataset`
         offline = "; without a network, set data.path to local files" if _is_network_error(error) else ""
         raise ConfigError(f"{_name_keys(name, subset)} cannot be found: {_first_line(error)}{offline}") from error
 
@@ -232,9 +232,9 @@ def _import_library(name: str, needed_by: str) -> ModuleType:
 
 
 def _import_hub_library(needed_by: str) -> ModuleType:
-    """Return the library `datasets`, which uses only what it has downloaded before if the Hub does not answer.
+    """Return the library `datasets`, in offline mode if the Hub does not answer.
 
-    Its own retries would take 23 seconds to report that.
+    The library's own retries would take 23 seconds to find this out.
     """
     library = _import_library("datasets", needed_by)
     from huggingface_hub import constants

@@ -1,4 +1,4 @@
-"""`Record`, one object of a data file with its location, and `Reader`, the interface of all that yields records."""
+"""`Record`, one object of a data file with its location, and `Reader`, the interface for reading records."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Position = tuple[int, ...]  # where reading continues; only its reader knows wha
 
 
 class NothingLeft(ValueError):
-    """The records that were read give no item to train on. A loader of streamed data passes over such a block."""
+    """The error for records without an item to train on. A loader of streamed data skips such a block."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Record:
 
 
 def drop_nulls(values: Mapping[str, object]) -> dict[str, object]:
-    """Return the fields of a record without those that are null or NaN, and without such keys of messages and tools.
+    """Return a record's fields without those that are null or NaN, and without such keys in messages and tools.
 
-    A null means that the record does not have the field: tables have a value in every row, and writers of JSON follow
-    them. The same holds for messages and tools, which are lists of mappings. Other mappings, such as verl's
+    A null means that the record lacks the field, because tables need a value in every row, and JSON files often copy
+    this. The same holds for messages and tools, which are lists of mappings. Other mappings, such as verl's
     `extra_info`, keep their nulls.
     """
     return {
@@ -59,7 +59,7 @@ class Reader(ABC):
     def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
         """Yield each record from `start` on, with the position after it. `()` is the beginning.
 
-        A record that cannot be read is a ValueError, which names its location.
+        Raise ValueError, with the location, if a record cannot be read.
         """
 
     @property
@@ -93,8 +93,9 @@ class Joined(Reader):
         for name, columns in tables[1:]:
             if columns != tables[0][1]:
                 raise ValueError(
-                    f"{name} has the columns {', '.join(columns)}, and {tables[0][0]} has {', '.join(tables[0][1])}: "
-                    "files that are read as one need the same columns; list them under data.mix, each with its columns."
+                    f"{name} has the columns {', '.join(columns)}, but {tables[0][0]} has {', '.join(tables[0][1])}: "
+                    "files that are read as one need the same columns; list them under data.mix, each with its "
+                    "columns."
                 )
 
     def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
@@ -164,7 +165,7 @@ class Part(Reader):
 
     @property
     def nothing(self) -> str:
-        """Return the error message for a reader without a record, or of which all records are held out."""
+        """Return the error message for a reader without records, or with all records held out."""
         if self._skipped == 0:
             return self._reader.nothing
         return (

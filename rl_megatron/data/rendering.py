@@ -34,13 +34,12 @@ PLAIN, CHAT = "plain", "chat"
 
 
 class Renderer:
-    """The only way from the records of a data section to tokens.
+    """The converter from records of a data section to tokens. All code uses it.
 
-    All records of a renderer have one format. If it is to be chosen by the records (`data.format=auto`), the first
-    record decides, and all others must be of its kind. With `format=chat`, conversations and records without messages
-    can be mixed.
+    All records of a renderer have one format. With `data.format=auto`, the first record decides the format, and all
+    others must be of the same kind. With `format=chat`, conversations and records without messages can be mixed.
 
-    A record that lacks a field or is malformed is a ValueError of each method, which names file:line.
+    Every method raises ValueError, with file:line, for a record that lacks a field or is malformed.
     """
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer):
@@ -61,7 +60,7 @@ class Renderer:
         return self._encode_plain_prompt(record)
 
     def render_prompt(self, record: Record) -> str:
-        """Return the prompt as text, in which special tokens of a chat template are spelled."""
+        """Return the prompt as text, with the special tokens of a chat template spelled out."""
         if self._resolve_format(record) == CHAT:
             return self._get_template().prompt(self._read_prompt(record))
         return self.plain.write_prompt(record)
@@ -78,7 +77,7 @@ class Renderer:
         return self.build_prompt(problem, record, self.encode_prompt(record))
 
     def build_prompt(self, problem: Problem, record: Record, ids: list[int]) -> EncodedPrompt:
-        """Return the prompt of a problem, whose tokens are known."""
+        """Return the prompt of a problem, with these token ids."""
         prefix = self.tokenizer.prefix_ids
         starts_with_prefix = ids[: len(prefix)] == prefix
         return EncodedPrompt(ids, problem, record, len(prefix) if starts_with_prefix else 0, self)
@@ -92,7 +91,7 @@ class Renderer:
         return self._encode_chat_example(self._build_conversation(record, record))
 
     def encode_pair(self, record: Record) -> EncodedPair:
-        """Return the sequences of the chosen and of the rejected answer, which end as rollouts do."""
+        """Return the sequences of the chosen and of the rejected answer, which end where rollouts would end."""
         if self._resolve_format(record) == PLAIN:
             sides = [self._encode_plain_example(record, side) for side in self.plain.split_sides(record)]
         elif is_conversation(record):
@@ -133,13 +132,13 @@ class Renderer:
 
     @cached_property
     def _end_ids(self) -> frozenset[int]:
-        """Return the tokens that end a completion without settings of the generation."""
+        """Return the tokens that end a completion, besides those that the section `generation` adds."""
         return frozenset((self.tokenizer.eos_id, *self.end_of_turn_ids))
 
     # --- format ---
 
     def _resolve_format(self, record: Record) -> str:
-        """Return the format. If the first record chose it, check that this record is of the same kind."""
+        """Return the format. With `data.format=auto`, check that this record is of the first record's kind."""
         has_messages = is_conversation(record)
         if self._first is None:
             self._first, self._first_has_messages = record.location, has_messages
@@ -193,12 +192,12 @@ class Renderer:
         return EncodedSequence(prompt + answer, bytes(trained), record)
 
     def _warn_of_markers(self, prompt: str) -> None:
-        """Warn if a task writes special tokens into its prompts, which are data and stay text."""
+        """Warn if a task's prompts contain special tokens, which stay plain text."""
         spelled = next((token for token in self.tokenizer.special_tokens if token in prompt), None)
         if spelled is not None:
             log.once(
-                f"the task's prompts spell {spelled!r}, which stays text, because special tokens of data are not "
-                "special; write it in data.prompt_template, or set data.format=chat"
+                f"the task's prompts contain {spelled!r}, which stays plain text, because data cannot contain special "
+                "tokens; write it in data.prompt_template, or set data.format=chat"
             )
 
     # --- conversations ---
@@ -213,7 +212,7 @@ class Renderer:
         return self._add_system_prompt(Conversation([self._write_user_message(record)], record))
 
     def _build_conversation(self, record: Record, answered: Record) -> Conversation:
-        """Return the conversation of a prompt and an answer that the two templates write."""
+        """Return the conversation of the prompt and the answer, both written with the templates."""
         answer = {"role": "assistant", "content": self.plain.write_answer(answered)}
         return self._add_system_prompt(Conversation([self._write_user_message(record), answer], record, num_context=1))
 
@@ -221,7 +220,7 @@ class Renderer:
         return {"role": "user", "content": self.plain.write_prompt(record, of_message=True)}
 
     def _add_system_prompt(self, conversation: Conversation) -> Conversation:
-        """Return the conversation, which begins with `data.system_prompt` unless it has a system message itself."""
+        """Return the conversation with `data.system_prompt` first, unless it already begins with a system message."""
         text = self.data.system_prompt
         if text is None or conversation.messages[0]["role"] == "system":
             return conversation
@@ -290,7 +289,7 @@ class Renderer:
 
 
 def check_texts(records: Sequence[Record], data: DataConfig, tokenizer: Tokenizer | None, pairs: bool = False) -> None:
-    """Check that the records of one file, or its pairs, can be turned into tokens, and do so for the first of them.
+    """Check that the records or pairs of one file can be turned into tokens, and tokenize the first one.
 
     `tokenizer` is None if it has yet to be trained on the records.
     """

@@ -38,8 +38,8 @@ def build_tokenizer(stage: StageConfig) -> Tokenizer:
 def get_run_tokenizer(stage: StageConfig, output_dir: Path) -> Tokenizer:
     """Return the tokenizer that the run in `output_dir` saved or, for a new run, the one that `stage` configures.
 
-    It is the same on every rank, because training a BPE is deterministic. Special tokens that the model has no
-    embedding for are left out.
+    It is the same on every rank, because training a BPE is deterministic. Special tokens without an embedding in the
+    model are left out.
     """
     saved = output_dir / TOKENIZER
     tokenizer = load_tokenizer(saved) if saved.is_dir() else build_tokenizer(stage)
@@ -114,12 +114,12 @@ def load_tokenizer(
 def _read_backend(file: Path) -> Backend:
     try:
         return Backend.from_file(str(file))
-    except Exception as error:  # the library raises no narrower one
+    except Exception as error:  # the library raises no narrower class
         raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
 
 
 def _convert_backend(directory: Path) -> Backend:
-    """Return the fast tokenizer that `transformers` converts files such as `tokenizer.model` or `vocab.json` to."""
+    """Return the fast tokenizer that `transformers` makes from files such as `tokenizer.model` or `vocab.json`."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,4 +1,4 @@
-"""Compare the prompts that the stages of a run make of the same record."""
+"""Compare the prompts that the stages of a run make from the same record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 100
 def find_different_prompts(stages: Mapping[str, StageConfig], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a message for every two stages that would turn the same record into different prompts.
 
-    A model is rarely meant to be trained on one prompt and then asked with another. The first record of each stage is
+    Usually, a model should be asked with the prompts that it was trained on. The first record of each stage is
     compared, if it has the fields that the other stage needs.
     """
     with_prompts = {name: stage for name, stage in stages.items() if stage.algorithm.learns_from != DOCUMENTS}

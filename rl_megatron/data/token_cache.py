@@ -1,9 +1,8 @@
-"""Keep the tokens of data under the content that they were made from: of large data on disk, of other data in memory.
+"""Cache the tokens of data under a key of the content that they were made from: on disk for large data, else in memory.
 
-A second build of the same dataset, after the preflight or, of large data, by another rank or in a later run, takes
-these tokens instead of making them again. What decides the tokens is their key, and the name of their directory: the
-text, the tokenizer, the settings of rendering and the versions of the code. So an entry never has to be updated; it can
-be deleted at any time.
+A second build of the same dataset uses these tokens: after the preflight and, for large data, on another rank or in a
+later run. The key, which is also the name of the directory, covers the text, the tokenizer, the settings of rendering
+and the versions of the code. So an entry is never updated, and can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -88,24 +87,24 @@ class _Tokens:
 
 
 class TokenCache:
-    """The tokens of little text in memory, until others displace them, and those of more text on disk."""
+    """A cache of tokens: on disk for large texts, and in memory for small ones, of which the oldest are dropped."""
 
     def __init__(self, smallest: int = 4 * 2**20, most_in_memory: int = 16):
-        """Keep nothing yet.
+        """Initialize an empty cache.
 
         Args:
-            smallest: The size of the smallest text whose tokens are kept on disk.
+            smallest: The size, in characters, of the smallest text whose tokens are kept on disk.
             most_in_memory: The most data sets in memory, of a few MiB each at most.
         """
         self._smallest, self._most_in_memory = smallest, most_in_memory
         self._in_memory: OrderedDict[str, _Tokens] = OrderedDict()  # the last ones that were made, by key
 
     def get(self, key: str, size: int, cache_dir: str | None, count: int, make: Callable[[], _Tokens]) -> _Tokens:
-        """Return the tokens that are kept under a key, or make and keep them.
+        """Return the tokens under a key; make and keep them if they are missing.
 
         Args:
             key: The key.
-            size: The size of the text, which decides whether they are kept in memory or on disk.
+            size: The size of the text, which decides whether its tokens are kept in memory or on disk.
             cache_dir: The directory on disk, as `data.cache_dir`.
             count: The number of sequences.
             make: Makes the tokens.
@@ -124,7 +123,7 @@ CACHE = TokenCache()  # of this process
 
 
 class _Mapped(EncodedSequence):
-    """A sequence whose tokens lie in the mapped file; they become Python objects when a batch is made."""
+    """A sequence whose tokens stay in arrays, possibly of a mapped file, until a batch is made."""
 
     def __init__(self, tokens: _Tokens, start: int, stop: int, record: Record) -> None:
         for name, value in {"tokens": tokens, "start": start, "stop": stop, "record": record}.items():
@@ -181,7 +180,7 @@ def _encode_records(
 
 
 def serialize_record(record: Record) -> str:
-    """Return everything of a record that its tokens may follow from."""
+    """Return, as JSON, everything in a record that its tokens may depend on."""
     # A task's own prompt and answer need not be among the fields.
     task_texts = [record.prompt, record.answer] if isinstance(record, TaskRecord) else []
     return json.dumps([record.values, *task_texts], ensure_ascii=False, default=str, skipkeys=True)
@@ -253,7 +252,7 @@ def _read(directory: Path, count: int) -> _Tokens | None:
 
 
 def _write(directory: Path, tokens: _Tokens) -> None:
-    """Write an entry; it appears complete or not at all, also if several ranks write it."""
+    """Write an entry atomically, even if several ranks write it at the same time."""
     partial = directory.with_name(f"{directory.name}.{os.uname().nodename}.{os.getpid()}")
     partial.mkdir(parents=True)
     try:

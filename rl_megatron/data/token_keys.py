@@ -1,4 +1,4 @@
-"""Which keys of a batch have a value for each token: the field's usual ones, and those that a user declares."""
+"""The keys of a batch whose tensors have a value for each token: the usual ones, and those that a user declares."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _token_keys = {
 def declare_token_keys(*keys: str) -> None:
     """Let tensors under these keys of a batch have a value for each token, [B, S, …].
 
-    All other keys that a batch does not usually have are per sequence: microbatches get them whole. Every rank has to
-    declare the same keys before it uses a batch, as where a plugin is imported.
+    All other keys that the package does not know are per sequence, so that they are not split by tokens. Every rank
+    must declare the same keys before it uses a batch, for example when a plugin is imported.
     """
     _token_keys.update(keys)
 
@@ -32,7 +32,7 @@ def is_token_key(key: str) -> bool:
 def is_per_token(key: str, value: Tensor, width: int) -> bool:
     """Return whether a tensor of a batch has a value for each token.
 
-    One of the usual keys that is [B] has a value for each sequence.
+    A tensor [B] under such a key has a value for each sequence.
 
     Args:
         key: Its key.
@@ -46,7 +46,7 @@ def is_per_token(key: str, value: Tensor, width: int) -> bool:
         return False
     if value.size(1) != width:
         raise ValueError(
-            f"the batch's {key!r} has a value for each token, and its shape {tuple(value.shape)} does not have the "
+            f"the batch's {key!r} has a value for each token, but its shape {tuple(value.shape)} does not fit the "
             f"{width} tokens of 'input_ids'; make it [B, {width}, …], or [B] for one value per sequence"
         )
     return True

@@ -21,7 +21,7 @@ _OTHER_BYTES = (byte for byte in range(0x100) if byte not in _VISIBLE_BYTES)
 # The byte that each character of a byte-level vocabulary stands for.
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE_BYTES} | {chr(0x100 + n): b for n, b in enumerate(_OTHER_BYTES)}
 _MOST_BYTES = 4  # of a character in UTF-8
-_SHORT = 4096  # characters; while a longer text is encoded, other threads run
+_SHORT = 4096  # characters; encoding a longer text lets other threads run
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of bytes that are not a character
 
 
@@ -36,7 +36,7 @@ class Tokenizer:
         backend: A `tokenizers.Tokenizer`, or a Hugging Face fast tokenizer that has one. It is copied, not changed.
         eos_token: The end-of-sequence token, which must be in the vocabulary.
         pad_token: The padding token, which must be in the vocabulary. None pads with the end-of-sequence token, which
-            is safe because padding is recognised by masks and `input_lengths`, never by ids.
+            is safe because masks and `input_lengths`, not ids, mark padding.
         config: The `tokenizer_config.json`, kept for `save`.
         side_files: Name → text of further files that `save` writes.
 
@@ -44,7 +44,7 @@ class Tokenizer:
 
     Attributes:
         chat_templates: Name → Jinja text of the chat templates. The name of the usual one is "default".
-        longest_token: The most characters with which the vocabulary writes a token.
+        longest_token: The number of characters of the vocabulary's longest token.
     """
 
     def __init__(
@@ -97,12 +97,12 @@ class Tokenizer:
 
     @cached_property
     def definition(self) -> str:
-        """Return the tokenizer as the content of a `tokenizer.json`: the same object each time, to be sent once."""
+        """Return the content of `tokenizer.json`, always the same object, so that a pickle contains it only once."""
         return self._backend.to_str()
 
     @cached_property
     def _special_backend(self) -> Backend:
-        """Return a copy that makes special tokens; the switch cannot be turned while another thread encodes."""
+        """Return a copy that recognises special tokens. Switching the original would affect other threads' calls."""
         return Backend.from_str(self.definition)
 
     @property
@@ -138,7 +138,7 @@ class Tokenizer:
         return ids
 
     def encode_special(self, text: str) -> Encoding:
-        """Return the encoding of `text`, in which special tokens that the text spells are special.
+        """Return the encoding of `text`, in which special tokens are recognised.
 
         Nothing is put before or after the text: a BOS token is there only if the text spells it.
         """
@@ -172,8 +172,8 @@ class Tokenizer:
     def decode_tokens(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token. Together they are the text of `ids`, with special tokens.
 
-        If several tokens are one character, the first of them has it, and the others have no text. The bytes of a
-        token that belongs to no character are written as in `<0xE2>`.
+        If several tokens encode one character, the first has its text, and the others have none. The bytes of a token
+        that belongs to no character are written as in `<0xE2>`.
         """
         texts = [self.decode_token(token_id) for token_id in ids]
         first = 0
@@ -187,7 +187,7 @@ class Tokenizer:
         return texts
 
     def _find_character_end(self, ids: Sequence[int], texts: Sequence[str], first: int) -> int:
-        """Return the index after the tokens that are a character together; after `first` if they are none."""
+        """Return the index after the tokens that together encode a character, or `first + 1` if they do not."""
         for last in range(first + 1, min(first + _MOST_BYTES, len(texts)) + 1):
             if _REPLACEMENT not in texts[last - 1]:
                 break
@@ -217,7 +217,7 @@ class Tokenizer:
 def _encode(backend: Backend, text: str) -> Encoding:
     if len(text) <= _SHORT:
         return backend.encode(text, add_special_tokens=False)
-    (encoding,) = backend.encode_batch([text], add_special_tokens=False)  # `encode` keeps other threads waiting
+    (encoding,) = backend.encode_batch([text], add_special_tokens=False)  # `encode` would block other threads
     return encoding
 
 
@@ -235,7 +235,7 @@ def read_named_tokens(config: Mapping[str, object], side_files: Mapping[str, str
 
 
 def read_declarations(tokenizer: object) -> dict[str, object]:
-    """Return what a Hugging Face tokenizer declares and its backend does not: named tokens and a chat template."""
+    """Return what a Hugging Face tokenizer declares besides its backend: named tokens and a chat template."""
     declared = dict(getattr(tokenizer, "special_tokens_map", {}))
     template = getattr(tokenizer, "chat_template", None)
     return declared if template is None else declared | {"chat_template": template}

@@ -1,4 +1,4 @@
-"""Build what a stage trains on from its data section: datasets, the loader of their batches, and prompts for rollouts.
+"""Build the training data of a stage from its data section: datasets, the loader of batches, and prompts for rollouts.
 
 A stage has one data set or a mixture, in memory or streamed.
 """
@@ -35,14 +35,14 @@ BatchT = TypeVar("BatchT")
 
 
 def build_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Dataset:
-    """Return the training data that the stage's algorithm learns from, of a stage with one data set in memory."""
+    """Return the training data of a stage with one data set in memory."""
     return build_source(stage).dataset(stage.algorithm.learns_from, tokenizer)
 
 
 def check_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:
     """Check that there are enough items for a batch; return for each item the numbers of tokens of its sequences.
 
-    Of streamed data, the first block is checked.
+    Of streamed data, only the first block is checked.
     """
     loader = build_dataset_loader(stage, tokenizer)
     datasets = [cast(Dataset, component.first) for component in loader.components]
@@ -50,7 +50,7 @@ def check_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[in
 
 
 def build_dataset_loader(stage: StageConfig, tokenizer: Tokenizer) -> DataLoader[BatchedDataDict]:
-    """Return the loader of the training data that the stage's algorithm learns from."""
+    """Return the loader of a stage's training data."""
 
     def build(_: str, component_stage: StageConfig, source: DataSource) -> Dataset:
         return source.dataset(component_stage.algorithm.learns_from, tokenizer)
@@ -91,9 +91,9 @@ def build_loader(
     Args:
         stage: The stage.
         components: Its data sets.
-        batch_size: The items of a batch.
-        join: Returns one batch of several, with the items in the order of these indices.
-        batches_per_step: The batches that a step may take.
+        batch_size: The number of items in a batch.
+        join: Joins batches into one, with the items in the order of the given indices.
+        batches_per_step: The maximum number of batches per step.
     """
     if len(components) == 1 and not stage.data.streaming:
         check_batch_size(len(components[0].first), batch_size)
@@ -112,7 +112,7 @@ def build_components(
 
     Args:
         stage: The stage.
-        build: Returns the items of a data set from its name, the stage as if it had no other, and its data source.
+        build: Returns the items of a data set, given its name, the stage with only this data set, and its data source.
     """
     if not stage.data.mix:
         name = stage.data.dataset_name or str(stage.data.path)
@@ -148,7 +148,7 @@ def _refuse_join(batches: list[BatchedDataDict], order: list[int]) -> BatchedDat
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts, as a rollout engine gets them, and the token with which the chat template ends a completion, if any."""
+    """Prompts for a rollout engine, and the token with which the chat template ends a completion, if any."""
 
     prompts: list[EncodedPrompt]
     end_of_turn_ids: tuple[int, ...]
@@ -161,7 +161,7 @@ def encode_prompts(stage: StageConfig, problems: Sequence[Problem], renderer: Re
     """
     limit = Limit.for_prompts(stage.model.max_sequence_length, stage.generation.max_new_tokens, stage.data.too_long)
     records = [problem.as_record() for problem in problems]
-    # Generated problems repeat. The tokens may follow from any field, such as messages.
+    # Generated problems may repeat. The tokens may depend on any field, such as messages.
     keys = [serialize_record(record) for record in records]
     different: dict[str, Record] = {}
     for key, record in zip(keys, records, strict=True):
@@ -177,11 +177,12 @@ def encode_prompts(stage: StageConfig, problems: Sequence[Problem], renderer: Re
 class RolloutPrompts:
     """The prompts that each rollout step samples completions for.
 
-    They depend only on `train.seed` and on the numbers of the step and the round. A resumed run therefore samples the
-    same as an uninterrupted run.
+    They depend only on `train.seed` and on the numbers of the step and the round. A resumed run therefore samples for
+    the same prompts as an uninterrupted one.
 
     Attributes:
-        end_of_turn_ids: The tokens with which chat templates end a completion. A mixture has those of all its data.
+        end_of_turn_ids: The tokens with which chat templates end a completion. A mixture has those of all its data
+            sets.
         loader: The loader of the prompts.
     """
 

@@ -1,6 +1,6 @@
 """Environments of the library `verifiers` ≥ 0.3.1: their examples, and one rollout of them with an OpenAI client.
 
-This module runs in the interpreter that has the library, which may have nothing else of what this package needs. It
+This module runs in the interpreter that has the library, which may lack all other dependencies of this package. It
 imports only the standard library, and the library itself when an environment is loaded. As a program, it writes the
 examples of an environment to a file.
 """
@@ -31,13 +31,13 @@ _numbers = itertools.count()
 
 
 class VerifiersEnvironment(Protocol):
-    """An environment of either of the library's interfaces."""
+    """An environment, through either of the library's interfaces."""
 
     def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, object]]:
-        """Return the examples of its dataset as JSON takes them, each with `prompt`, `answer` and what `rollout` needs.
+        """Return the examples of its dataset as JSON values, each with `prompt`, `answer` and what `rollout` needs.
 
         Args:
-            is_heldout: Whether to return those of its dataset for evaluation. Without one, there are none.
+            is_heldout: Whether to return those of its evaluation dataset; none if it has no such dataset.
             limit: The most examples; None for all.
         """
         ...
@@ -51,13 +51,13 @@ class VerifiersEnvironment(Protocol):
             api_key: Its key.
 
         Raises:
-            BadAnswer: The rollout failed.
+            RolloutFailed: The rollout failed.
         """
         ...
 
 
 def load(name: str, kwargs: Mapping[str, object]) -> VerifiersEnvironment:
-    """Return an environment. This process loads each of them once.
+    """Return an environment, which is loaded once per process.
 
     Args:
         name: The name of an installed environment, as `verifiers` takes it, or an import string of a function that
@@ -108,7 +108,7 @@ def _adapt(environment: Any, name: str) -> VerifiersEnvironment:
 
 
 class RolloutFailed(RuntimeError):
-    """A rollout of the environment ended with an error, or with a reward that is not a number."""
+    """The error of a rollout that ended with an error, or with a reward that is not a number."""
 
 
 class ClassicEnvironment:
@@ -118,10 +118,10 @@ class ClassicEnvironment:
         """Keep the environment, whose rewards must not compare the rollouts of a group."""
         if getattr(environment, "requires_group_rollouts", False):
             raise ConfigError(
-                f"rollout.environment.name={name} scores whole groups of rollouts, and a rollout is scored alone here; "
-                "use reward functions that score one"
+                f"rollout.environment.name={name} scores whole groups of rollouts, but each rollout is scored alone "
+                "here; use reward functions that score a single rollout"
             )
-        # These imports take seconds, which no rollout's time has to include.
+        # These imports take seconds, which must not count in the time limit of a rollout.
         from verifiers.clients import OpenAIChatCompletionsClient  # pyright: ignore[reportMissingImports]
 
         self._environment, self._client_class = environment, OpenAIChatCompletionsClient
@@ -154,8 +154,7 @@ class ClassicEnvironment:
 def _shared_client() -> Any:
     """Return an OpenAI client, whose connections all rollouts of this process share.
 
-    The number of connections has no limit: a request that waits for one would not reach the gateway, whose round waits
-    for all requests.
+    Connections are unlimited: the gateway waits for all requests of a round, so none may wait for a free connection.
     """
     import openai
 
@@ -193,7 +192,7 @@ def _build_from_taskset(name: str, kwargs: Mapping[str, Any]) -> object:
 
 
 class TasksetEnvironment:
-    """An environment with the method `run_episode`. Each rollout has servers of its own, as each has its own key."""
+    """An environment with the method `run_episode`. Each rollout has its own API key, so it starts its own servers."""
 
     def __init__(self, environment: Any, name: str):
         """Keep the environment, whose configuration each rollout uses."""
@@ -206,7 +205,7 @@ class TasksetEnvironment:
         if is_heldout:
             return []
         taskset = self._environment.taskset
-        is_bounded = getattr(taskset, "bounded", not taskset.INFINITE)  # 0.3.1 has no views with an end of their own
+        is_bounded = getattr(taskset, "bounded", not taskset.INFINITE)  # tasksets of 0.3.1 have no attribute `bounded`
         if limit is None and not is_bounded:
             raise ConfigError(
                 f"rollout.environment.name={self._name} has tasks without an end; set data.task.max_examples"
@@ -235,7 +234,7 @@ class TasksetEnvironment:
         """Return the task of an example, which must be one of the taskset."""
         number = example.get("number")
         if not isinstance(number, int) or number < 0:
-            raise RolloutFailed("the record is not of the taskset; set data.task.name=verifiers")
+            raise RolloutFailed("the record is not an example of the taskset; set data.task.name=verifiers")
         self._tasks += itertools.islice(self._rest, max(0, number + 1 - len(self._tasks)))
         if number >= len(self._tasks):
             raise RolloutFailed(f"the taskset has {len(self._tasks)} tasks, and none with the number {number}")
@@ -256,7 +255,9 @@ def _read_episode(episode: Any) -> dict[str, object]:
         message = "; ".join(f"{error.type}: {error.message}" for error in errors) or "it is not complete"
         raise RolloutFailed(f"the rollout ended with an error: {message}")
     if len(episode.traces) != 1:
-        raise RolloutFailed(f"the episode has the rewards of {len(episode.traces)} agents, and one is wanted")
+        raise RolloutFailed(
+            f"the episode has the rewards of {len(episode.traces)} agents, but only one agent is supported"
+        )
     (trace,) = episode.traces
     rewards = {name: reward.score for name, reward in trace.rewards.items()}
     return {

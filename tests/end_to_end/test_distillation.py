@@ -137,13 +137,13 @@ def test_a_student_learns_from_a_teacher_on_its_own_samples(directory, forks, lo
         ),
         (
             ["loss=full_distillation", "algorithm.teachers=[{url: 'http://127.0.0.1:9/v1', model: big}]"],
-            "gives logprobs of a few tokens",
+            "returns logprobs of a few tokens",
         ),
         (
             ["loss=distillation", "algorithm.teachers=[{url: 'http://127.0.0.1:9/v1', model: big, retries: 0}]"],
             "http://127.0.0.1:9/tokenize cannot be reached",
         ),
-        (["loss=distillation", f"algorithm.teachers=[{{path: {TEACHER}, url: x}}]"], "needs one of path"),
+        (["loss=distillation", f"algorithm.teachers=[{{path: {TEACHER}, url: x}}]"], "needs either path"),
         (["loss=clipped_pg", ONE], "does not use a teacher's logits"),
         (
             ["loss=full_distillation", f"algorithm.teachers=[{{path: {TEACHER}}}, {{path: {TEACHER}}}]"],

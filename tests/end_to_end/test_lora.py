@@ -49,7 +49,7 @@ def test_a_stage_trains_a_new_adapter_beside_that_of_the_stage_before(tmp_path, 
         "adapter default it continues",
         ("stages.sft.peft.use_dora=true",): "peft.use_dora=true of the adapter style does not go together",
         ("stages.grpo.generation.engine=transformers", "stages.grpo.generation.refit=adapter"): "the model has the "
-        "adapters style, default, and an engine takes one; set generation.refit=collective",
+        "adapters style, default, but an engine supports only one; set generation.refit=collective",
         ("stages.sft.peft.adapter_name=my.style",): "adapter_name='my.style': must be a word of letters",
     }.items():
         refused = forks.run(tmp_path, "train", *two, "parallel.tensor=1", *given)

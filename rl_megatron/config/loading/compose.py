@@ -42,7 +42,7 @@ _OF_HYDRA = {
 
 @dataclass(frozen=True)
 class Composed:
-    """What Hydra composed.
+    """A configuration that Hydra composed.
 
     Attributes:
         tree: The configuration as plain mappings and lists, with interpolations resolved.
@@ -54,7 +54,7 @@ class Composed:
 
 
 class _ReadOnce(ConfigRepository):
-    """The files that Hydra composes; a process reads the user's again each time, and all others once."""
+    """The files that Hydra composes. The user's are read every time, and all others once per process."""
 
     _results: ClassVar[dict[tuple[str, str], ConfigResult | None]] = {}  # (source, file) -> its content
 
@@ -67,7 +67,7 @@ class _ReadOnce(ConfigRepository):
             return _without_hydra(super().load_config(config_path), f"{source.path}/{config_path}.yaml")
         if key not in self._results:
             self._results[key] = super().load_config(config_path)
-        return copy.deepcopy(self._results[key])  # Hydra merges into what it gets
+        return copy.deepcopy(self._results[key])  # Hydra modifies the result
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def compose_config(
     for override in overrides:
         _refuse_settings_of_hydra(override)
     if _chooses_own_loss(overrides) and not any(get_override_key(override) == "loss" for override in overrides):
-        overrides = [*overrides, "loss=own"]  # the keys of the default loss are not those of the user's
+        overrides = [*overrides, "loss=own"]  # the default loss has other keys than the user's
     _refuse_several_experiments(overrides)
     with hydra_session(config_dir, read_model):
         try:
@@ -128,9 +128,9 @@ def compose_config(
 
 
 def as_additions(overrides: list[str]) -> list[str]:
-    """Return overrides in the form that may add a key: in open sections the schema checks keys, not Hydra."""
-    # Services and adapters that are not used are not in configs/config.yaml, and what users' workers and environments
-    # take is their own.
+    """Return overrides with `++` for keys of open sections, which the schema checks instead of Hydra."""
+    # configs/config.yaml has no keys of unused services and adapters, nor the arguments of users' workers and
+    # environments.
     of_rollouts = ("rollout.worker_kwargs", "rollout.environment.kwargs", "rollout.agent.environment")
     sections = (*OPEN_SECTIONS, "logger.", "peft.", *of_rollouts)
     if _chooses_own_loss(overrides):
@@ -151,7 +151,7 @@ def _tree(overrides: list[str], config_name: str) -> Mapping[str, object]:
     try:
         return cast(dict[str, Any], OmegaConf.to_container(compose(config_name, overrides=overrides)))
     except (HydraException, OmegaConfBaseException, ValueError):
-        return {}  # a choice of a preset is wrong itself: Hydra's message lists the choices
+        return {}  # the choice of a preset is itself wrong, and Hydra's message lists the choices
 
 
 def _find_resolver_message(error: BaseException | None) -> str | None:

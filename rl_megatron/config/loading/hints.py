@@ -1,4 +1,4 @@
-"""Say which key or which quoting a user meant, for keys and overrides that are refused."""
+"""Suggest the key or the quoting that a user meant, for keys and overrides that are refused."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ NAMES_ELSEWHERE = {
     "lora_target_modules": ("peft.target_modules",),
     "target_modules": ("peft.target_modules",),
 }
-_REMARKS = {"init_from": " It takes a checkpoint, which `rl-megatron convert import` makes of a Hugging Face directory"}
+_REMARKS = {
+    "init_from": " It takes a checkpoint, which `rl-megatron convert import` makes from a Hugging Face directory"
+}
 
 # Keys of peft's LoraConfig that have no key here.
 _UNSUPPORTED = {
@@ -87,9 +89,9 @@ _UNSUPPORTED = {
 def suggest_key(key: str, keys: Iterable[str]) -> str:
     """Return the end of a message about an unknown key, such as "train.lr" or "data.mix[0].wieght": the likely keys.
 
-    These are the key that has this name in another library, a key of another section with the same name, and a similar
-    key of the same section. If there is none, it is a similar path, or the list of the section's keys. `keys` are the
-    paths of all keys; those of the elements of a list are as in "data.mix[].weight".
+    Likely keys are the one that other libraries call by this name, one of the same name in another section, and a
+    similar one in the same section. If there is none, a similar path is named, or all keys of the section. `keys` are
+    the paths of all keys; a list's elements are written as in "data.mix[].weight".
     """
     element = re.search(r"\[\d+\]", key)
     if element is not None:
@@ -127,9 +129,9 @@ def tree_paths(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
 
 
 def schema_paths(section: Any, prefix: str = "", elements: bool = False) -> Iterator[str]:
-    """Yield every key path of a dataclass: "train", "train.steps", …; those of all members of a union.
+    """Yield every key path of a dataclass: "train", "train.steps", …; including those of all members of a union.
 
-    With `elements`, these are also the paths of the elements of lists, such as "data.mix[].weight".
+    With `elements`, also yield the paths of the elements of lists, such as "data.mix[].weight".
     """
     hints = get_type_hints(section)
     for name in (field.name for field in fields(section)):
@@ -145,7 +147,7 @@ def schema_paths(section: Any, prefix: str = "", elements: bool = False) -> Iter
 def explain(error: Exception, overrides: list[str], tree: Mapping[str, object]) -> str:
     """Return a message about an override that Hydra refuses: its quoting, its unknown key, or Hydra's own words.
 
-    `tree` is the configuration that the choices of presets and of the experiment alone give.
+    `tree` is the configuration composed from only the choices of presets and the experiment.
     """
     if isinstance(error, OverrideParseException):
         return _explain_quoting(_restore_override(str(getattr(error, "override", "")), overrides))
@@ -174,12 +176,12 @@ def _shorten_hydra_message(error: Exception) -> str:
 
 
 def get_override_key(override: str) -> str:
-    """Return the key path of an override, without the signs that add or remove it."""
+    """Return the key path of an override, without a prefix `+`, `++` or `~`."""
     return override.split("=", 1)[0].lstrip("+~")
 
 
 def _restore_override(override: str, overrides: list[str]) -> str:
-    """Return an override of Hydra's message as the user wrote it, without the signs that were put before it."""
+    """Return an override in Hydra's message as the user wrote it, without the `++` of `as_additions`."""
     return (
         (override if override in overrides else override.removeprefix("++")).replace("\n", "\\n").replace("\t", "\\t")
     )

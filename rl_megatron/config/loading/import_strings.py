@@ -36,8 +36,8 @@ def import_user_code(where: str, name: str, load: Callable[[], Any], missing: st
     Args:
         where: The key or the file that names the code, for messages.
         name: The module or file, for messages.
-        load: The import.
-        missing: The text of the message if the module `name` itself does not exist.
+        load: The function that imports.
+        missing: The end of the message if the module `name` itself does not exist.
     """
     try:
         return load()
@@ -105,8 +105,8 @@ _KEYS = (
     "rollout.environment.name",
     "rollout.tools.functions",
     "rollout.agent.tool_format",
-)  # the keys that take one, or a list of them
-_files: dict[str, str] = {}  # the name of each module that was imported from a file, and the file
+)  # the keys whose value may be an import string or a list of them
+_files: dict[str, str] = {}  # the names of modules that were imported from files → their files
 _FORM = "write file.py:name or package.module:name"
 
 
@@ -141,12 +141,12 @@ def load_object(text: str, where: str, config_dir: str | os.PathLike[str] | None
 
 
 def imported_files() -> dict[str, str]:
-    """Return the files that import strings named so far, by the names of their modules."""
+    """Return the files that import strings have named so far, by module name."""
     return dict(_files)
 
 
 def find_files(files: Mapping[str, str]) -> None:
-    """Let `import` find the modules of another process's `imported_files`, which pickled objects refer to."""
+    """Let `import` find the modules of another process's `imported_files`, so that its pickled objects load."""
     sys.meta_path.append(_FileFinder(files))
 
 
@@ -157,7 +157,7 @@ class _FileFinder(MetaPathFinder):
         self._files = dict(files)
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return where the module is, or None if it is another one."""
+        """Return the spec of a module in these files, or None for another module."""
         file = self._files.get(fullname)
         return None if file is None else importlib.util.spec_from_file_location(fullname, file)
 
@@ -278,7 +278,7 @@ _digests: dict[str, str] = {}
 
 
 def record_function(name: str, function: Callable[..., Any]) -> None:
-    """Record the code of a function under the name that the configuration has for it."""
+    """Record the code of a function under its name in the configuration."""
     _digests[name] = hashlib.sha256(_read_code(function).encode()).hexdigest()[:32]
 
 
@@ -288,7 +288,7 @@ def function_digest(name: str) -> str | None:
 
 
 def _read_code(function: Any) -> str:
-    """Return the source of a function, or of the class of an object that is called; its bytecode without a source."""
+    """Return the source of a function, or of a callable object's class; the bytecode if there is no source."""
     if isinstance(function, functools.partial):
         return f"{_read_code(function.func)} {function.args} {function.keywords}"
     is_code = inspect.isroutine(function) or inspect.isclass(function)

@@ -41,8 +41,9 @@ def load_config(
         config_dir: The user's own directory. Its YAML files are found like the shipped ones (`experiment=mine` selects
             `experiment/mine.yaml`), and its Python modules can be plugins.
         config_name: The primary configuration, which may be a file of `config_dir`.
-        settings: Values of keys as nested mappings, which replace those that the overrides give.
-        read_model: Reads the model section of a Hugging Face directory for `model=init_from`; None: it is refused.
+        settings: Values of keys, as nested mappings, which take precedence over `overrides`.
+        read_model: Reads the model section of a Hugging Face directory for `model=init_from`. None refuses such
+            directories.
 
     Raises:
         ConfigError: A key or value is wrong. The message names the key, the value, the rule and, for a mistyped key,
@@ -71,10 +72,10 @@ def load_config(
 
 
 def _unescape_template(override: str) -> str:
-    r"""Return an override in which the two characters `\n` of a template are a line break, and `\t` a tab.
+    r"""Return an override in which `\n` in a template is replaced by a line break, and `\t` by a tab.
 
-    Another backslash in front keeps them: `\\n` becomes the two characters `\n`. YAML files are not changed, because
-    YAML has its own way to write a line break.
+    A second backslash in front prevents this: `\\n` becomes the two characters `\n`. YAML files are not changed,
+    because YAML has its own way to write a line break.
     """
     key = override.partition("=")[0].lstrip("+")
     if key not in _TEMPLATES and not (key.startswith("stages.") and key.endswith(_TEMPLATES)):
@@ -100,7 +101,7 @@ def merge_settings(tree: Mapping[str, object], settings: Mapping[str, object]) -
 
 
 def _take_tokenizer(tree: dict[str, Any]) -> None:
-    """Use the tokenizer that the checkpoint `init_from` brings from Hugging Face, unless `tokenizer.path` is set."""
+    """Use the tokenizer that the checkpoint `init_from` was imported with, unless `tokenizer.path` is set."""
     init_from, tokenizer = tree.get("init_from"), tree.get("tokenizer")
     if isinstance(init_from, str) and isinstance(tokenizer, dict) and tokenizer.get("path") is None:
         try:

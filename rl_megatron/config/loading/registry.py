@@ -46,7 +46,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
         return add
 
     def __setitem__(self, name: str, entry: T) -> None:
-        """Put an object under a name, in place of the one that has it, if there is one."""
+        """Register an object under a name; replace an existing one."""
         self._entries[name] = entry
 
     def __delitem__(self, name: str) -> None:
@@ -76,7 +76,7 @@ class Registry(MutableMapping[str, T], Generic[T]):
         return load_object(name, where) if is_import_string(name) else self[name]
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self._entries  # a user may give a list, which no dict accepts
+        return isinstance(name, str) and name in self._entries  # a user may give a list, which cannot be hashed
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -93,7 +93,7 @@ class UnknownName(KeyError, ValueError):
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Return whether both are the same definition, because a module was imported twice."""
+    """Return whether both are the same definition, possibly of a module that was imported twice."""
     places = [(getattr(entry, "__module__", None), getattr(entry, "__qualname__", None)) for entry in (one, other)]
     return one is other or (None not in places[0] and places[0] == places[1])
 

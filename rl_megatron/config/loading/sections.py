@@ -82,13 +82,13 @@ def _describe(detail: Mapping[str, Any], section: type, values: Mapping[str, Any
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "string_type" and isinstance(detail["input"], Mapping | list):
         message += f"; quote a text with braces or brackets for Hydra and for the shell, as in '{path}=\"{{x}}\"'"
-    # The input of a missing key is what lacks it.
+    # For a missing key, pydantic's input is the mapping that lacks it.
     value = "" if detail["type"] == "missing" else f"={shorten_value(detail['input'])}"
     return f"{where}{path}{value}: {message[0].lower()}{message[1:]}"
 
 
 def _with_elements(location: Iterable[str | int]) -> list[str]:
-    """Return the parts of a key path; the number of an element of a list belongs to the key of the list."""
+    """Return the parts of a key path, with the index of a list's element appended to the list's key."""
     parts: list[str] = []
     for part in location:
         if isinstance(part, int) and parts:

@@ -49,7 +49,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0), Number]
 Settings = TypeVar("Settings", bound="DataclassInstance")
 SettingsClass = TypeVar("SettingsClass", bound=type)
 
-LOSSES: Registry[Any] = Registry("loss")  # the registered losses; those of the package join when it is imported
+LOSSES: Registry[Any] = Registry("loss")  # the registered losses; importing rl_megatron.losses adds the package's
 LOSS_SETTINGS: Registry[type[Any]] = Registry("loss")  # the settings class of each loss of the package
 
 
@@ -89,7 +89,7 @@ def parse_settings(cls: type[Settings], cfg: object) -> Settings:
 def check_types(settings: DataclassInstance) -> None:
     """Check that every field declared bool holds a bool (TypeError), and that every number is finite (ValueError).
 
-    `True` is not accepted as a number, because it is usually the value of another key.
+    `True` is not accepted as a number, because it was usually meant for another key.
     """
     for key in dataclasses.fields(settings):
         value, declared = getattr(settings, key.name), str(key.type)
@@ -106,7 +106,7 @@ def check_types(settings: DataclassInstance) -> None:
 def check_ranges(
     settings: DataclassInstance, at_least_zero: Iterable[str] = (), above_zero: Iterable[str] = ()
 ) -> None:
-    """Check that numbers are not negative, or that they are positive; raise ValueError otherwise. None is accepted."""
+    """Check that these fields are at least 0, or above 0; raise ValueError otherwise. None is accepted."""
     optional = {field.name for field in dataclasses.fields(settings) if "None" in str(field.type)}
     for key in at_least_zero:
         if getattr(settings, key) is not None and getattr(settings, key) < 0:

@@ -1,6 +1,6 @@
 """The data sources of answers: prompts with one answer, answers with labels, and pairs of answers.
 
-A held-out prompt is held out with all its labelled answers, or pairs.
+If a prompt is held out, all its labelled answers or pairs are held out too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AnswerSource(RecordSource[ConfigT]):
         check_texts(records, self.data, tokenizer)
 
     def texts(self) -> Iterator[str]:
-        """Yield the prompt with its answer of every training record."""
+        """Yield prompt and answer of every training record as one text."""
         yield from write_texts(self.parts()[0], self.data)
 
     def dataset(self, kind: str, tokenizer: Tokenizer) -> Dataset:

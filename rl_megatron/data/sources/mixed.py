@@ -18,7 +18,7 @@ from rl_megatron.data.tokenizer import Tokenizer
 
 
 def split_mixture(stage: StageConfig) -> list[tuple[str, StageConfig]]:
-    """Return for each data set of a mixture its name and the stage as if it had this data set alone."""
+    """Return, for each data set of a mixture, its name and the stage with only this data set."""
     data = stage.data
     whole = dataclasses.replace(data, mix=(), mix_weights=None)
     sections = []
@@ -52,12 +52,12 @@ class MixedSource(DataSource[DataConfig]):
 
     @property
     def num_left_out(self) -> int:
-        """Return how many of the first training records of all data sets are not trained on."""
+        """Return how many of the first training records of the data sets are skipped, in total."""
         return sum(source.num_left_out for source in self.sources)
 
     @property
     def num_held_out(self) -> int:
-        """Return how many training records of all data sets are held out of them."""
+        """Return how many held-out records were taken from the training records of all data sets."""
         return sum(source.num_held_out for source in self.sources)
 
     def first_record(self) -> Record | None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PromptsTask:
-    """The task of problems without a reward of their own, which `reward.functions` or an environment reward."""
+    """The task of problems without a reward of their own: `reward.functions` or an environment rewards them."""
 
     name: ClassVar[str] = "prompts"
 
@@ -41,7 +41,7 @@ class PromptsTask:
         return [Demonstration(problem.prompt, problem.answer) for problem in self.train_problems(count, seed)]
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """Return 0, to which an environment's reward is added. It is not called if there are `reward.functions`."""
+        """Return 0; an environment's reward is added to it. `reward.functions` are used instead of this method."""
         return 0.0
 
 
@@ -50,7 +50,7 @@ class PromptsSource(RecordSource[PromptsConfig]):
     """The source of prompts from files.
 
     A record has the fields of `data.prompt_template`, a field such as `prompt`, or messages. Its answer is the field
-    `answer` or, as in files for verl, `reward_model.ground_truth`. Rewards get all its fields.
+    `answer` or, as in files for verl, `reward_model.ground_truth`. Reward functions get all fields of the record.
     """
 
     def __init__(self, stage: StageConfig, data: PromptsConfig):
@@ -64,7 +64,7 @@ class PromptsSource(RecordSource[PromptsConfig]):
                 self.renderer(tokenizer).encode_problem(problem)
 
     def texts(self) -> Iterator[str]:
-        """Yield the prompt with its answer of every training record."""
+        """Yield prompt and answer of every training record as one text."""
         for record in self.parts()[0]:
             refuse_conversation(record, self.data)
             problem = self.build_problem(record)

@@ -34,13 +34,13 @@ class RecordSource(DataSource[ConfigT]):
         self._renderers: list[Renderer] = []  # the renderer of all blocks
 
     def with_block(self, records: list[Record]) -> Self:
-        """Return a source whose training data are these records, and whose blocks have one renderer."""
+        """Return a copy of this source whose training data are these records. All copies share one renderer."""
         source = copy.copy(self)
         source._block = records
         return source
 
     def renderer(self, tokenizer: Tokenizer) -> Renderer:
-        """Return a renderer of the data section. Blocks share one, so that the first of them chooses the templates."""
+        """Return a renderer of the data section. Blocks share one, so that the first block decides the templates."""
         if self._block is None:
             return super().renderer(tokenizer)
         if not self._renderers:
@@ -48,19 +48,19 @@ class RecordSource(DataSource[ConfigT]):
         return self._renderers[0]
 
     def training_reader(self) -> Reader:
-        """Return the reader of streamed training records. It leaves out the first ones if they are held out."""
+        """Return the reader of streamed training records. It skips the first ones if these are held out."""
         return Part(find_parts(self.data, self.plain, self.alone).train, skipped=self.num_left_out)
 
     @property
     def num_left_out(self) -> int:
-        """Return how many of the first records are not trained on: those that streamed data holds out of itself."""
+        """Return how many of the first records streamed data holds out, if it has no held-out data of its own."""
         if not self.data.streaming or self._num_heldout == 0:
             return 0
         return self._num_heldout if find_parts(self.data, self.plain, self.alone).heldout is None else 0
 
     @property
     def num_held_out(self) -> int:
-        """Return how many records are held out of the training records themselves."""
+        """Return how many held-out records were taken from the training records."""
         if self.data.streaming:
             return self.num_left_out
         return len(self.parts()[1]) if find_parts(self.data, self.plain, self.alone).heldout is None else 0
@@ -73,13 +73,13 @@ class RecordSource(DataSource[ConfigT]):
                 self.check_records(Part(reader, limit=_CHECKED_EARLY).all(), tokenizer)
 
     def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
-        """Check that the templates and the source find what they need in records, without torch.
+        """Check, without torch, that records have what the templates and the source need.
 
         `tokenizer` is None if it has yet to be trained.
         """
 
     def prepare(self, records: list[Record]) -> list[Record]:
-        """Return the records that datasets are made of, if they are not the records of the files themselves."""
+        """Return the records that datasets are built from: by default, the files' records."""
         return records
 
     def parts(self) -> tuple[list[Record], list[Record]]:
@@ -106,7 +106,7 @@ class RecordSource(DataSource[ConfigT]):
 
     @property
     def num_asked_for(self) -> int:
-        """Return how many held-out records evaluation asks for, or 0 if it takes what there is."""
+        """Return how many held-out records evaluation asks for, or 0 if it uses all that there are."""
         return self.data.num_eval_examples or 0
 
     @property

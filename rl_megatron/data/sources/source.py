@@ -1,6 +1,6 @@
 """`DataSource`: the interface of data sources, which read a stage's training and held-out data.
 
-The modules of data sources do not import torch: a mistake in a path, a file or a template is found before it is
+The modules of data sources do not import torch: a mistake in a path, a file or a template is found before torch is
 imported. Datasets, which make tensors, are therefore imported in the methods that return them.
 """
 
@@ -31,7 +31,8 @@ class HeldoutBatch:
 
     Attributes:
         batch: The sequences. The two of a pair are adjacent, the chosen one first.
-        tokens_per_character: The factor from nats per token to nats per character. It is set only for plain text.
+        tokens_per_character: The factor that converts nats per token to nats per character. It is set only for plain
+            text.
         locations: Where the record of each sequence, or of each pair, was read, as file:line; empty if there is none.
     """
 
@@ -67,16 +68,16 @@ class DataSource(Generic[ConfigT]):
 
     @property
     def num_left_out(self) -> int:
-        """Return how many of the first training records are not trained on, because they are held out."""
+        """Return how many of the first training records are skipped, because they are held out."""
         return 0
 
     @property
     def num_held_out(self) -> int:
-        """Return how many training records are not trained on, as far as `data.num_eval_examples` may decide it."""
+        """Return how many held-out records were taken from the training records (see `data.num_eval_examples`)."""
         return 0
 
     def first_record(self) -> Record | None:
-        """Return the first training record, with which stages are compared, or None if the source has no records."""
+        """Return the first training record, to compare stages, or None if the source has no records."""
         return None
 
     def check_files(self, tokenizer: Tokenizer | None) -> None:
@@ -140,7 +141,7 @@ class DataSource(Generic[ConfigT]):
 
 
 def require_heldout(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
-    """Return the held-out one of the parts (training, held-out), which must not be empty."""
+    """Return the held-out part of (training, held-out); raise ConfigError if it is empty."""
     if not parts[1]:
         raise ConfigError(
             f"data.heldout_fraction={data.heldout_fraction} leaves nothing of data.path={data.path} to evaluate on; "
@@ -150,7 +151,7 @@ def require_heldout(parts: tuple[PartT, PartT], data: DataConfig) -> PartT:
 
 
 def count_evaluated(data: DataConfig, num_heldout: int, noun: str = "sequences") -> int:
-    """Return how many of the held-out sequences, or problems, an evaluation uses. Messages call them by `noun`."""
+    """Return how many of the held-out sequences, or problems, an evaluation uses. `noun` names them in messages."""
     number = data.num_eval_examples
     if number is None:
         return min(num_heldout, USUAL_EVAL_EXAMPLES)

@@ -1,4 +1,4 @@
-"""The data source for text: text files, of which the ends are held out, or records with a text."""
+"""The data source for text: text files, whose ends are held out, or records with a text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TextSource(RecordSource[TextConfig]):
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first windows of the held-out text."""
         windows = self._build_windows(require_heldout(self.read_documents(), self.data), tokenizer)
-        # Of streamed data, that many records are held out, which may be fewer windows.
+        # Streamed data holds out `num_eval_examples` records, which may be fewer windows.
         takes_all = self.data.streaming and len(windows) <= (self.data.num_eval_examples or 0)
         number = len(windows) if takes_all else count_evaluated(self.data, len(windows), "windows")
         batch = windows.batch(range(number))

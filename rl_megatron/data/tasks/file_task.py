@@ -41,10 +41,10 @@ class FileTask(ABC):
 
     @abstractmethod
     def reward(self, problem: Problem, completion: str) -> float:
-        """Return how good a completion is."""
+        """Return the reward of a completion."""
 
     def check_files(self) -> None:
-        """Read the files and check every record, without torch, which the split into two parts needs."""
+        """Read the files and check every record. They are not split into two parts, which would need torch."""
         for records in load_records(self.path, heldout_fraction=0.0):
             self._normalize_all(records)
 
@@ -62,7 +62,7 @@ class FileTask(ABC):
         return [Demonstration(p.prompt, p.answer, p.record, p.location) for p in problems]
 
     def require(self, record: Record, fields: Iterable[tuple[str, str]]) -> None:
-        """Check that a record has fields, which are pairs of the option that names a field and its name."""
+        """Check that a record has the fields, each given as (option that names the field, its name)."""
         for option, name in fields:
             if name not in record.values:
                 raise ValueError(

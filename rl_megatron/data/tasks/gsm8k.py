@@ -73,7 +73,7 @@ class GSM8K(FileTask):
         return None if answer is None else f"{answer.normalize():f}"
 
     def normalize(self, record: Record) -> Record:
-        """Return the record with its question and answer under our names."""
+        """Return the record with its question and answer in the fields `question` and `answer`."""
         names = {"question": self.question_field, "answer": self.answer_field}
         self.require(record, [(f"{name}_field", field) for name, field in names.items()])
         values = {**record.values, **{name: record.values[field] for name, field in names.items()}}

@@ -66,10 +66,10 @@ def _has_letter_frequency(answer: str, options: Options) -> bool:
 def _is_in_language(answer: str, options: Options) -> bool:
     from langdetect import DetectorFactory, LangDetectException, detect
 
-    DetectorFactory.seed = 0  # it draws samples of the text
+    DetectorFactory.seed = 0  # langdetect draws samples of the text
     try:
         return detect(answer) == options["language"]
-    except LangDetectException:  # a text without letters is of every language
+    except LangDetectException:  # a text without letters counts as any language
         return True
 
 
@@ -142,7 +142,7 @@ def _has_title(answer: str, options: Options) -> bool:
 
 
 def _has_two_responses(answer: str, options: Options) -> bool:
-    # Six asterisks divide the two, which differ.
+    # Six asterisks divide the two responses, which must differ.
     parts = [part.strip() for part in answer.split("******")]
     if any(not part for part in parts[1:-1]):
         return False
@@ -229,7 +229,7 @@ class IFEval(FileTask):
     partial: bool = False
 
     def normalize(self, record: Record) -> Record:
-        """Return the record, whose instructions are known."""
+        """Return the record, after checking that its instructions are known."""
         fields = ("prompt", "instruction_id_list", "kwargs")
         if missing := [name for name in fields if name not in record.values]:
             raise ValueError(f"{record.location}: the record has no field {missing[0]!r}, which IFEval's files have.")

@@ -1,7 +1,7 @@
 """The task `math`: problems with a mathematical answer, such as those of MATH-500 and AIME.
 
-The library math-verify reads and compares answers. It parses LaTeX, and limits its own time by a signal, which only the
-main thread of a process can receive. Rewards are computed there.
+The library math-verify reads and compares answers. It parses LaTeX. It limits its own time with a signal, which only
+the main thread of a process can receive, so rewards are computed in that thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rl_megatron.data.tasks.file_task import FileTask
 from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Problem
 
-_SECONDS = 5  # that reading or comparing may take
+_SECONDS = 5  # time limit of reading or comparing
 _REQUEST = "Put your final answer within \\boxed{}."
 
 
@@ -45,7 +45,7 @@ class Mathematics(FileTask):
         require_math_verify("data.task.name=math")
 
     def normalize(self, record: Record) -> Record:
-        """Return the record with its question and answer under our names."""
+        """Return the record with its question and answer in the fields `question` and `answer`."""
         self.require(record, [("question_field", self.question_field), ("answer_field", self.answer_field)])
         question, answer = record.values[self.question_field], record.values[self.answer_field]
         return Record({**record.values, "question": question, "answer": str(answer)}, record.location)
@@ -86,7 +86,7 @@ def require_math_verify(user: str) -> None:
 
 
 def read_answer(text: str, seconds: int) -> list[Any]:
-    """Return the answers that math-verify finds in a text, the likeliest first; TimeoutError if it is too slow."""
+    """Return the answers that math-verify finds in a text, the likeliest first; raise TimeoutError if it is slow."""
     from math_verify import parse
     from math_verify.errors import TimeoutException
 
@@ -94,7 +94,7 @@ def read_answer(text: str, seconds: int) -> list[Any]:
         return parse(text, parsing_timeout=seconds, raise_on_error=True)
     except TimeoutException as error:
         raise TimeoutError(f"math-verify read for {seconds} seconds") from error
-    except Exception:  # the library's own default: what it cannot read is not an answer
+    except Exception:  # like the library's default: what it cannot read is not an answer
         return []
 
 
@@ -107,7 +107,7 @@ def read_reference(answer: str, seconds: int) -> list[object]:
 
 
 def are_equal(reference: list[Any], answer: list[Any], seconds: int) -> bool:
-    """Return whether math-verify says that an answer equals the reference; TimeoutError if it is too slow."""
+    """Return whether math-verify says that an answer equals the reference; raise TimeoutError if it is slow."""
     from math_verify import verify
     from math_verify.errors import TimeoutException
 
@@ -115,5 +115,6 @@ def are_equal(reference: list[Any], answer: list[Any], seconds: int) -> bool:
         return verify(reference, answer, timeout_seconds=seconds, raise_on_error=True)
     except TimeoutException as error:
         raise TimeoutError(f"math-verify compared for {seconds} seconds") from error
-    except Exception:  # the library's own default: what it cannot compare is unequal, and other pairs may be equal
+    # like the library's default: a pair that it cannot compare is unequal, but other pairs may be equal
+    except Exception:
         return verify(reference, answer, timeout_seconds=seconds)

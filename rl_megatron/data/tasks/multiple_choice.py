@@ -57,7 +57,7 @@ class MultipleChoice(_Choices):
         heldout_fraction: The share of problems that is held out, if `path` is a file.
         question_field: The field of the records that has the question.
         choices_field: The field with the list of choices, or with a mapping whose key `text` has it.
-        answer_field: The field with the right one: its number from 0 on, its letter, or its text.
+        answer_field: The field with the right choice: its number, counted from 0, its letter, or its text.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.

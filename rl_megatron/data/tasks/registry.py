@@ -1,6 +1,6 @@
 """The registry of tasks: `data.task.name` selects one, and the other keys of `data.task` are its options.
 
-`PlainTask` makes a `Task` of a user's class with three methods.
+`PlainTask` makes a `Task` from a user's class with three methods.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def register_task(name: str) -> Callable[[TaskT], TaskT]:
 
 
 def build_task(name: str, **options: object) -> Task:
-    """Return a registered task, or that of a class's import string, with the fields or parameters of the class.
+    """Return the task `name`, a registered name or the import string of a class, with these options.
 
-    ValueError is raised if the task or an option is unknown, or a required option is missing.
+    Raise ValueError if the task or an option is unknown, or a required option is missing.
     """
     task_class, declared = _find_class(name), task_options(name)
     for option in options:
@@ -56,7 +56,8 @@ def build_task(name: str, **options: object) -> Task:
     task = call_task(name, lambda: task_class(**options))
     if hasattr(task, "demonstrations"):  # a whole Task, such as a subclass of one
         return task
-    return cast(Task, PlainTask(name, options, task))  # a protocol's class variable may be an attribute
+    # `name` is an attribute here, but a class variable of the protocol
+    return cast(Task, PlainTask(name, options, task))
 
 
 def _rebuild_task(name: str, options: Mapping[str, object]) -> Task:
@@ -89,7 +90,8 @@ def check_task_files(task: Task) -> None:
 def call_task(name: str, call: Callable[[], ResultT]) -> ResultT:
     """Return `call()`, a call of the task `name` or of one of its methods, which may be a user's.
 
-    A ValueError or an OSError names what is wrong itself. Any other error becomes a ConfigError that names the task.
+    A ValueError or an OSError is raised unchanged, because its message names what is wrong. Any other error becomes a
+    ConfigError that names the task.
     """
     try:
         return call()
@@ -114,7 +116,7 @@ class PlainTask:
     and further fields for the reward. They may take `count` and `seed`. Demonstrations are the training problems with
     their answers.
 
-    A pickled task is its import string with the options, so that another process builds it again.
+    A task is pickled as its import string with the options, from which another process builds it again.
 
     Args:
         name: The import string of the user's class.
@@ -154,13 +156,13 @@ class PlainTask:
         return self._task.reward(problem, completion)
 
     def check_files(self) -> None:
-        """Make all problems once, so that an error in them is found."""
+        """Build all problems once, to find errors in them."""
         for method in self._options:
             self._make_problems(method, None, 0)
 
     def _choose_problems(self, method: str, count: int | None, seed: int) -> list[Problem]:
         problems = self._make_problems(method, count, seed)
-        if len(problems) == count:  # in the order of a method that takes `count`
+        if len(problems) == count:  # the user's method takes `count`; its order stays
             return problems
         if count is not None and count > len(problems) and method == "heldout_problems":
             return problems  # an evaluation uses all that there are
@@ -196,7 +198,7 @@ class PlainTask:
 
 
 def _list_options(name: str, method: str, function: Callable[..., Any]) -> list[str]:
-    """Return which of count and seed a method takes."""
+    """Return which of `count` and `seed` a method takes."""
     parameters = inspect.signature(function).parameters.values()
     options = [parameter.name for parameter in parameters if parameter.name in ("count", "seed")]
     for parameter in parameters:

@@ -19,7 +19,7 @@ class TooFewProblems(ValueError):
 
 @dataclass(frozen=True)
 class TaskRecord(Record):
-    """A record whose prompt and answer a task has written. They are used unless the data section has templates."""
+    """A record with the prompt and the answer of a task, which are used unless the data section has templates."""
 
     prompt: str
     answer: str
@@ -32,7 +32,7 @@ class Problem:
     Attributes:
         prompt: The prompt.
         answer: The reference answer.
-        record: Further fields that the task may use for its reward, and a prompt template for its text.
+        record: Further fields, which the task's reward and prompt templates can use.
         location: Where the problem was read, as file:line, for messages.
 
     Raises:
@@ -98,7 +98,7 @@ class Task(Protocol):
         ...
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """Return how good `completion` is: a finite number, usually in [0, 1]."""
+        """Return the reward of `completion`: a finite number, usually in [0, 1]."""
         ...
 
 
@@ -113,10 +113,10 @@ class GeneratedTask(Task, Protocol):
 
 @runtime_checkable
 class AnsweringTask(Task, Protocol):
-    """A task that can also read the answer of a completion, so that answers of several samples can be counted."""
+    """A task that can also extract the answer of a completion, so that equal answers of samples can be counted."""
 
     def final_answer(self, completion: str) -> str | None:
-        """Return the answer of a completion, the same text for equal answers, or None if it has none."""
+        """Return the answer in a completion, as the same text for equal answers, or None if it has none."""
         ...
 
 

@@ -19,7 +19,7 @@ from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Demonstration, Problem, choose_items
 from rl_megatron.workers.child_process import build_module_command, list_user_paths
 
-EXAMPLE = "verifiers_example"  # the field of a record that the rollout worker gives back to the environment
+EXAMPLE = "verifiers_example"  # the field of a record that the rollout worker passes back to the environment
 _EXPORT = "rl_megatron.data.verifiers"
 _SHOWN = 600  # characters of what a process printed last
 
@@ -27,7 +27,7 @@ _SHOWN = 600  # characters of what a process printed last
 @register_task("verifiers")
 @dataclass(frozen=True)
 class Verifiers:
-    """The problems of an environment's dataset. The rollout worker `verifiers` gives each to the environment.
+    """The problems of an environment's dataset. The rollout worker `verifiers` passes each to the environment.
 
     Args:
         environment: The same as `rollout.environment.name`.
@@ -50,7 +50,7 @@ class Verifiers:
     max_examples: int | None = None
 
     def check_files(self) -> None:
-        """Read the examples, without torch, which the split into two parts needs."""
+        """Read the examples. They are not split into two parts, which would need torch."""
         self._read()
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
@@ -86,8 +86,8 @@ class Verifiers:
         """Return the problems of the environment's two datasets."""
         if not isinstance(self.environment, str):
             raise ConfigError(
-                f"data.task.environment={self.environment!r} names no environment; set rollout.environment.name, "
-                "which data=verifiers repeats here"
+                f"data.task.environment={self.environment!r} names no environment; set rollout.environment.name, which "
+                "data=verifiers copies to this key"
             )
         check_interpreter(self.python, "rollout.environment.python")
         kwargs = json.dumps(dict(self.kwargs), sort_keys=True)
@@ -96,7 +96,7 @@ class Verifiers:
 
 @cache
 def _export(name: str, kwargs: str, python: str | None, limit: int | None) -> tuple[list[Problem], list[Problem]]:
-    """Return the problems that a process in the environment's interpreter reads. This process asks once."""
+    """Return the problems that a process in the environment's interpreter reads. The result is cached."""
     request = {"name": name, "kwargs": json.loads(kwargs), "limit": limit, "paths": list_user_paths()}
     with tempfile.TemporaryDirectory(prefix=disk.make_temporary_prefix("verifiers")) as scratch:
         file = Path(scratch) / "examples.json"

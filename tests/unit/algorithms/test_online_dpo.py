@@ -59,7 +59,7 @@ def test_a_trajectory_of_several_sequences_is_refused():
     [
         (["train.global_batch_size=3"], "train.global_batch_size=3 must be even"),
         (["algorithm.samples_per_prompt=1"], "algorithm.samples_per_prompt=1: .*greater than or equal to 2"),
-        (["generation.temperature=0"], "generation.temperature=0 is greedy sampling, and online_dpo needs"),
+        (["generation.temperature=0"], "generation.temperature=0 is greedy sampling, but online_dpo needs"),
         (["rollout.async_enabled=true"], "online_dpo learns from completions of the current weights"),
     ],
 )

@@ -143,7 +143,7 @@ def test_only_tensors_with_one_value_per_token_are_cut(batching, features):
 @pytest.mark.parametrize("batching", KINDS[1:], ids=lambda b: b.kind)
 def test_a_tensor_of_tokens_with_another_width_is_refused_by_name(batching):
     wrong = BatchedDataDict(batch() | {"advantages": torch.ones(7, WIDTH - 1)})
-    with pytest.raises(ValueError, match=r"'advantages' has a value for each token, and its shape \(7, 11\)"):
+    with pytest.raises(ValueError, match=r"'advantages' has a value for each token, but its shape \(7, 11\)"):
         plan_microbatches(Batch.from_whole(wrong), plan_whole(wrong, batching))
 
 

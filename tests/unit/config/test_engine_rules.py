@@ -66,7 +66,7 @@ def test_keys_that_have_no_effect_on_vllm_servers_or_cannot_be_exact_are_refused
 def test_texts_are_refused_by_an_engine_that_does_not_stop_at_them(refused, monkeypatch):
     monkeypatch.setitem(ENGINE_DECLARATIONS, "own", EngineDeclaration(runs_in_processes=False))
     message = refused("algorithm=grpo", "generation.engine=own", "generation.stop_strings=[x]")
-    assert "generation.engine=own does not stop at texts" in message and "stop_tokens" in message
+    assert "generation.engine=own does not support stop strings" in message and "stop_tokens" in message
 
 
 @pytest.mark.parametrize(

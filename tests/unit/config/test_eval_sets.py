@@ -27,7 +27,10 @@ def test_a_set_has_its_own_sampling_and_survives_config_yaml():
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        ("{name: a, task: arithmetic},{name: a, task: arithmetic}", r"eval.sets\[1\].name=a is the name of another"),
+        (
+            "{name: a, task: arithmetic},{name: a, task: arithmetic}",
+            r"eval.sets\[1\].name=a is also the name of another",
+        ),
         ("{name: a}", r"eval.sets\[0\] \(a\) has no problems; set its path, its task"),
         ("{name: a, task: {max_operand: 9}}", r"eval.sets\[0\].task \(a\) has no name"),
         ("{name: a, path: x.jsonl}", r"nothing that scores its answers; set its task, or reward.functions"),

@@ -14,7 +14,7 @@ KEY = "rollout.environment.python"
     ("said", "message"),
     [
         (None, "is not an interpreter that can be run; make an environment with `python3 -m venv DIRECTORY`"),
-        ("echo 3 9", "is Python 3.9, and 3.11 or newer is needed"),
+        ("echo 3 9", "is Python 3.9, but 3.11 or newer is needed"),
         ("true", "is not a Python interpreter"),
         ("echo hello world", "is not a Python interpreter"),
         ("echo 3 11; exit 4", "is not a Python interpreter"),

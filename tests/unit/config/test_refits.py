@@ -15,9 +15,12 @@ from rl_megatron.config.loading.load import load_config
     [
         (
             {"engine": "transformers", "refit": "disk"},
-            "takes weights by collective or shared_memory or adapter; .*engine=vllm",
+            "receives weights by collective or shared_memory or adapter; .*engine=vllm",
         ),
-        ({"engine": "sglang", "refit": "disk"}, "generation.engine=sglang takes weights by collective; .*engine=vllm"),
+        (
+            {"engine": "sglang", "refit": "disk"},
+            "generation.engine=sglang receives weights by collective; .*engine=vllm",
+        ),
         (
             {"engine": "vllm", "refit_directory": "/x"},
             "refit_directory=/x does nothing: .* generation.refit=collective",
@@ -41,9 +44,12 @@ ADAPTER = ("algorithm=grpo", "data=arithmetic", "generation.engine=vllm", "gener
     "keys, message",
     [
         ((), "peft=null, so there is no adapter; set peft.r"),
-        (("peft.r=513",), "peft.r=513, and vLLM takes adapters of rank 512 at most"),
+        (("peft.r=513",), "peft.r=513, and vLLM supports adapters of rank 512 at most"),
         (("peft.r=4", "model=nano_moe"), "model.num_experts=.*set generation.refit=collective"),
-        (("peft.r=4", "rollout.async_enabled=true"), "rollout.async_enabled=true, and vLLM ends unfinished"),
+        (
+            ("peft.r=4", "rollout.async_enabled=true"),
+            "rollout.async_enabled=true, and vLLM finishes running completions",
+        ),
         (("peft.r=4", "generation.vllm.enable_sleep_mode=true"), "enable_sleep_mode=true drops the base"),
         (
             ("peft.r=4", "generation.engine=transformers", "model=nano_moe"),
@@ -53,7 +59,7 @@ ADAPTER = ("algorithm=grpo", "data=arithmetic", "generation.engine=vllm", "gener
             ("peft.r=4", "generation.engine=transformers", "generation.refit_directory=/x"),
             "refit_directory=/x does nothing",
         ),
-        (("peft.r=4", "peft.modules_to_save=[lm_head]"), "vLLM takes no modules beside an adapter; set .*=collective"),
+        (("peft.r=4", "peft.modules_to_save=[lm_head]"), "vLLM loads only the adapter itself; set .*=collective"),
         (("peft.r=4", "generation.gate_prompts=0"), "gate_prompts=0: the engine does not verify weights"),
     ],
 )

@@ -15,7 +15,7 @@ VERIFIERS = (*GRPO, "rollout.worker=verifiers", "rollout.environment.name=revers
     [
         (
             (*CONVERSATION, "rollout.turn_sampling=[{top_k: 1}, {temperature: 0}]"),
-            "rollout.turn_sampling[1].temperature=0 is greedy sampling, and grpo learns from the tokens",
+            "rollout.turn_sampling[1].temperature=0 is greedy sampling, but grpo treats the tokens",
         ),
         (
             (*GRPO, "rollout.environment.name=a.b:C"),

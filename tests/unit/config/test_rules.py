@@ -67,7 +67,7 @@ REINFORCE = ("algorithm=grpo", "algorithm.advantage_estimator=reinforce_plus_plu
 @pytest.mark.parametrize(("setting", "remedy"), [("leave_one_out=true", "false"), ("normalize_std=false", "true")])
 def test_keys_of_group_relative_advantages_are_refused_with_reinforce_plus_plus(refused, setting, remedy):
     message = refused(*REINFORCE, f"algorithm.{setting}")
-    assert message.startswith(f"algorithm.{setting} has no effect: it is for advantages relative to a group")
+    assert message.startswith(f"algorithm.{setting} has no effect: it applies to advantages relative to a group")
     assert f"set it to {remedy}, or algorithm.advantage_estimator=group_relative" in message
     load_config(["algorithm=grpo", f"algorithm.{setting}"])
 

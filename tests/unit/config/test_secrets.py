@@ -105,6 +105,6 @@ def test_log_lines_and_errors_have_no_secrets(monkeypatch, capsys):
 @pytest.mark.parametrize("kind", [VllmConfig, SglangConfig])
 def test_a_key_among_the_arguments_of_a_server_is_refused(kind, given):
     name = given[0].partition("=")[0]
-    with pytest.raises(ConfigError, match=f"extra_args has {name}: servers that .* ask for the token") as refused:
+    with pytest.raises(ConfigError, match=f"extra_args has {name}, which .* require the run's own token") as refused:
         kind(extra_args=given).check()
     assert "planted" not in str(refused.value)

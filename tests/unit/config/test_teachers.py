@@ -13,21 +13,21 @@ FILES = (*TOP_K, "data=files", "data.path=null", MIX)
         (
             (*FILES,
              "algorithm.teachers=[{path: x, data_sets: [sums]}, {path: y, data_sets: [talk]}]"),
-            "data_sets has 'talk', and data.mix has ['sums', 'chat']",
+            "data_sets has 'talk', but data.mix has only ['sums', 'chat']",
         ),
         (
             (*FILES, "algorithm.teachers=[{path: x, data_sets: [sums]}]"),
-            "no teacher has the data set 'chat'",
+            "no teacher teaches the data set 'chat'",
         ),
         (
             (*TOP_K, "data=arithmetic",
              "algorithm.teachers=[{path: x, data_sets: [sums]}]"),
-            "data_sets has 'sums', and data.mix has []",
+            "data_sets has 'sums', but data.mix has only []",
         ),
         (
             ("algorithm=opd", "loss=clipped_pg", "loss.reference_policy_kl_penalty=0", "data=files", "data.path=null",
              "data.prompt_template='{question}'", MIX, "algorithm.teachers=[{path: x, data_sets: [sums]}]"),
-            "no teacher has the data set 'chat' of data.mix",
+            "no teacher teaches the data set 'chat' of data.mix",
         ),
     ],
     ids=["unknown", "untaught", "no mixture", "on-policy"],

@@ -78,11 +78,11 @@ def test_an_error_of_the_function_of_the_weights_names_its_line_and_the_step():
     ("returned", "words"),
     [
         ([1], "has 2 data sets"),
-        ({"a": 1, "x": 1}, r"names \['a', 'x'\], and data.mix has \['a', 'b'\]"),
+        ({"a": 1, "x": 1}, r"names \['a', 'x'\], but data.mix has \['a', 'b'\]"),
         ([1, -1], "0 or more"),
-        ([0, 0], "not all are 0"),
+        ([0, 0], "and not all 0"),
         ([1, float("nan")], "finite"),
-        (None, "None, and"),
+        (None, "None, but"),
     ],
 )
 def test_a_function_that_returns_no_weights_is_refused(returned, words):
@@ -147,7 +147,7 @@ def test_blocks_without_an_item_are_passed_over_and_a_stopped_run_continues_behi
         resumed = loader(build=build, weights=(0, 1))
         resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict())))
         assert resumed.batch(number + 1) == batches[number + 1]
-    assert any("blocks without an item are passed over" in message for message in logged)
+    assert any("blocks without an item are skipped" in message for message in logged)
 
 
 def test_a_stream_of_which_nothing_is_left_is_refused(loader):

@@ -261,7 +261,7 @@ class TestGradedSolutions:
     @pytest.mark.parametrize(
         ("row", "message"),
         [
-            (graded("2", ("2", True), ("2", False)), "s.jsonl:2: the text of 'model_1' is graded right and wrong"),
+            (graded("2", ("2", True), ("2", False)), "s.jsonl:2: the text of 'model_1' is graded both right and wrong"),
             (graded("2", ("2", 1)), "s.jsonl:2: 'model_0' needs 'is_correct', true or false"),
             ({"m": {"is_correct": True}}, "s.jsonl:2: 'm' needs .* 'solution', a string"),
             (graded("2", (None, True)), "s.jsonl:2: 'model_0.solution' is a NoneType; it must be a string"),

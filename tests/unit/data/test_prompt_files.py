@@ -78,7 +78,7 @@ def test_wrong_token_ids_are_refused_with_their_line(tmp_path, value, said):
 
 def test_a_prompt_that_leaves_no_space_is_refused_dropped_or_cut_at_its_beginning(tmp_path):
     file = jsonl(tmp_path / "p.jsonl", {"prompt_ids": list(range(2, 40))}, {"prompt": "1="})
-    with pytest.raises(ConfigError, match="p.jsonl:1: this prompt has 38 tokens, and .* is 32"):
+    with pytest.raises(ConfigError, match="p.jsonl:1: this prompt has 38 tokens, but .* is 32"):
         prompts(file)
     (kept,) = prompts(file, too_long="drop").prompts
     assert (kept.number, kept.ids) == (1, ids("1="))

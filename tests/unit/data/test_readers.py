@@ -151,7 +151,7 @@ def test_splits_are_chosen_by_name(tmp_path):
         (
             {"path": ["one.parquet", "two.parquet"]},
             ValueError,
-            "two.parquet has the columns b, and .*one.parquet has a",
+            "two.parquet has the columns b, but .*one.parquet has a",
         ),
         ({"dataset_name": "splits", "split": "tran"}, ConfigError, "data.split=tran: .*no such split; did you mean"),
     ],

@@ -291,7 +291,7 @@ BAD = [
     ([user(3)], "message 1 (user): 'content' is 3; it must be a string"),
     ([user("hi"), {"role": "assistant", "tool_calls": [{"name": 3}]}], "call 1 of 'tool_calls' is {'name': 3}"),
     ([user("hi"), {"role": "assistant", "tool_calls": "f()"}], "'tool_calls' is 'f()'; it must be a list"),
-    ([], "must be a list of messages with 'role' and 'content', and is []"),
+    ([], "must be a list of messages with 'role' and 'content', but is []"),
     ([user("hi")], "the conversation has no assistant message to learn"),
 ]
 
@@ -365,7 +365,7 @@ def test_a_chat_template_that_is_not_used_is_said_once(families, logged):
     renderer(tokenizer, prompt_template="<|im_start|>{question}").encode_prompt(Record({"question": "1"}, "s.jsonl:1"))
     task = renderer(tokenizer)
     task.encode_problem(Problem("<|im_start|>user\nhi", "1"))
-    assert any("'<|im_start|>', which stays text" in message for message in logged)
+    assert any("'<|im_start|>', which stays plain text" in message for message in logged)
 
 
 def test_tools_may_be_json_and_calls_may_have_no_content(families):

@@ -210,8 +210,8 @@ def test_a_mixture_that_would_render_its_data_sets_in_two_formats_is_refused(fil
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["data.path=a.jsonl", "data.mix=[{path: b.jsonl.gz}]"], "data.path and data.mix both say"),
-        (["data.mix=[{weight: 2}]"], r"data.mix\[0\] needs a path or a dataset_name"),
+        (["data.path=a.jsonl", "data.mix=[{path: b.jsonl.gz}]"], "data.path and data.mix both name the data"),
+        (["data.mix=[{weight: 2}]"], r"data.mix\[0\] needs either a path or a dataset_name"),
         (["data.mix=[{path: x/a.jsonl},{path: y/a.jsonl}]"], r"data.mix\[1\] and data.mix\[0\] are both called 'a'"),
         (["data.mix=[{path: a.jsonl, weight: 0}]"], "every weight is 0"),
         (["data.mix=[{path: a.jsonl, weigth: 1}]"], "weigth"),
