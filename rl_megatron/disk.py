@@ -1,4 +1,4 @@
-"""Write files on a disk that may be full: whole or not at all, now or later, with errors that name the free space."""
+"""Write files on a disk that may be full: atomically, or later when it has space. Errors name the free space."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_UNFINISHED = ".incomplete"  # the suffix of a file that is being written, after the id of the process
+_UNFINISHED = ".incomplete"  # the suffix of a file that is still being written; the process ID precedes it
 _UNFINISHED_NAME = re.compile(r"\.\d+\.incomplete$")
 
 
 def replace_file(path: Path, content: str | bytes, is_synced: bool = False) -> None:
-    """Write a file so that it has its old content or all of the new, also if this process is killed meanwhile.
+    """Replace a file atomically: even if this process is killed meanwhile, it has its old or its whole new content.
 
-    With `is_synced`, it is on the disk on return and survives a crash of the machine. If an OSError is raised, nothing
-    of the new content is left.
+    With `is_synced`, the content is flushed to the disk before it replaces the old one, so a crash of the machine
+    leaves either of them. If an OSError is raised, nothing of the new content is left.
     """
     # Several processes may write the same file, such as report.html.
     partial = path.with_name(f"{path.name}.{os.getpid()}{_UNFINISHED}")
@@ -62,7 +62,7 @@ def append(path: Path, content: bytes) -> None:
         with path.open("ab") as file:
             file.write(content)
     except OSError:
-        with suppress(OSError):  # without this, a part of the content may be there
+        with suppress(OSError):  # a part of the content may have been written
             os.truncate(path, size)
         raise
 
@@ -70,7 +70,7 @@ def append(path: Path, content: bytes) -> None:
 def remove_unfinished(directory: Path) -> None:
     """Remove the files that killed processes were writing to a directory with `replace_file`.
 
-    No process may write there. Files that cannot be removed stay.
+    No process may be writing to the directory. Files that cannot be removed stay.
     """
     for path in directory.glob(f"*{_UNFINISHED}"):
         if _UNFINISHED_NAME.search(path.name):
@@ -79,10 +79,10 @@ def remove_unfinished(directory: Path) -> None:
 
 
 def make_temporary_prefix(what: str, parent: Path | None = None) -> str:
-    """Return the beginning of the name of a temporary directory of this process; `what` is its purpose, in one word.
+    """Return a name prefix for temporary directories of this process; `what` is their purpose, in one word.
 
-    The first call in a process removes the directories with this purpose that ended processes of this machine have left
-    in `parent`, which is by default the system's directory for temporary files.
+    The first call for a purpose removes the directories with this purpose that processes of this machine have left in
+    `parent`, by default the system's temporary directory.
     """
     namespace = Path("/proc/self/ns/pid")  # processes of another namespace cannot be seen here
     kind = f"rl-megatron-{what}-{socket.gethostname()}-{namespace.stat().st_ino if namespace.exists() else 0}-"
@@ -110,13 +110,13 @@ def find_system_error(error: BaseException) -> OSError | None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether a full disk, or a quota, has caused the error."""
+    """Return whether a full disk, an exceeded quota or a file size limit caused the error."""
     cause = find_system_error(error)
     return cause is not None and cause.errno in _FULL
 
 
 def describe(error: BaseException, path: Path) -> str:
-    """Return an error of writing below `path` in words, with the free space of its file system."""
+    """Describe an error that occurred while writing below `path`, with the free space of its file system."""
     cause = find_system_error(error) or error
     return f"{type(cause).__name__}: {cause}; {describe_space(path)}"
 
@@ -131,7 +131,7 @@ def describe_space(path: Path) -> str:
 
 
 def keep_printing() -> None:
-    """Drop lines of stdout and stderr, rather than fail, if they go to files on a full disk."""
+    """Let stdout and stderr drop output instead of raising, if they are files on a full disk."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
@@ -154,9 +154,9 @@ class _LossyFile(io.FileIO):
 
 
 class WaitingWrites:
-    """The writes for which a full disk had no space. They wait in memory, in their order, and one warning reports them.
+    """The writes that failed because the disk was full. They wait in memory, in order, and one warning reports them.
 
-    They are lost if the process is killed. `directory` is on the disk, and is named in warnings.
+    They are lost if the process is killed. Warnings name `directory`, which is on that disk.
     """
 
     def __init__(self, directory: Path):
@@ -165,9 +165,9 @@ class WaitingWrites:
         self._has_warned = False
 
     def write(self, queue: str, write: Callable[[], object]) -> None:
-        """Call `write` now, or later if the disk is full, after the writes that wait in the same queue.
+        """Call `write` after the writes that wait in the same queue. While the disk is full, it waits, too.
 
-        An OSError of another kind is raised.
+        An OSError with another cause is raised.
         """
         self._waiting.setdefault(queue, deque()).append(write)
         try:
@@ -178,13 +178,13 @@ class WaitingWrites:
             if not self._has_warned:
                 self._has_warned = True
                 log.LOGGER.warning(
-                    "%s: metrics and samples cannot be written (%s); training continues, and they wait in memory: "
-                    "free space",
+                    "%s: metrics and samples cannot be written (%s); training continues, and they wait in memory; "
+                    "free disk space",
                     *(self._directory, describe(error, self._directory)),
                 )
 
     def finish(self) -> None:
-        """Call the writes that wait, and raise the first OSError. If the disk is full, the failed write still waits."""
+        """Call the waiting writes, and raise their first OSError. On a full disk, the failed write keeps waiting."""
         first_error = None
         for waiting in self._waiting.values():
             try:

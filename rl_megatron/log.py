@@ -19,15 +19,15 @@ LOGGER = logging.getLogger("rl_megatron")
 
 Item = TypeVar("Item")
 _FIRST_SECONDS, _THEN_SECONDS = 2.0, 10.0  # until the first line of `track`, and between further lines
-_ITEMS_PER_CHECK = 64  # between two looks at the clock
+_ITEMS_PER_CHECK = 64  # items of `track` between two checks of the clock
 
 # Warnings of libraries that a user of this package cannot act on: message, category and module (regular expressions).
 _NOT_FOR_USERS: tuple[tuple[str, type[Warning], str], ...] = (
     # megatron-core looks for GPU packages when it is imported. model/backend.py chooses layers by what is installed.
     (r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back", UserWarning, r"megatron\."),
-    # It is about the default of a megatron-core setting that this package does not have.
+    # The warning is about the default of a megatron-core setting that this package does not use.
     (r"full scope is deprecated\. Use empty cuda_graph_scope", UserWarning, r"megatron\."),
-    # megatron-core's optimizer asks every parameter whether it has a gradient.
+    # megatron-core's optimizer reads `grad` of every parameter.
     (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning, r"megatron\."),
     # megatron-core calls functions that torch has renamed. torch attributes some of these calls to its own logger.
     (r".* is deprecated", FutureWarning, r"megatron\."),
@@ -39,8 +39,8 @@ _NOT_FOR_USERS_LOGGED: tuple[tuple[str, str], ...] = (
     ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context"),
 )
 
-# The ends of the names of environment variables whose values are secrets, such as HF_TOKEN and WANDB_API_KEY. Public
-# keys and numbers of tokens are not secrets.
+# The ends of the names of environment variables whose values are secrets, such as HF_TOKEN and WANDB_API_KEY. Names of
+# public keys and token counts do not match.
 _SECRET_VARIABLE = re.compile(
     r"(TOKEN|(?<!MAX_)(?<!MIN_)(?<!NUM_)(?<!NEW_)(?<!STOP_)TOKENS|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|WEBHOOK_URL"
     r"|((^|_)(API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|STORAGE|ACCOUNT)|OPENAI|WANDB|ANTHROPIC|GITHUB|HF)_?KEY"
@@ -48,7 +48,7 @@ _SECRET_VARIABLE = re.compile(
     re.I,
 )
 _SHORTEST_SECRET = 8  # characters of a value that is worth hiding; shorter ones are words such as "true"
-_IN_ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", re.I)  # the user and the password of an address
+_IN_ADDRESS = re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", re.I)  # the user and the password in a URL
 _IN_QUERY = re.compile(r"([?&](?:key|sig|signature|[\w-]*token|api[_-]?key|password|secret)=)[^&\s'\"]+", re.I)
 _AFTER_BEARER = re.compile(r"(\b(?:Bearer|Basic) +)[\w.~+/=-]{8,}", re.I)
 _AFTER_OPTION = re.compile(
@@ -79,7 +79,7 @@ def is_secret_variable(name: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """Return a text without secrets: values of secret variables, and the secrets in addresses and options."""
+    """Return a text without secrets: values of secret variables, and the secrets in URLs and options."""
     for name, value in os.environ.items():
         if is_secret_variable(name) and len(value) >= _SHORTEST_SECRET and value in text:
             text = text.replace(value, REDACTED)
@@ -122,8 +122,8 @@ def _print_without_secrets(kind: type[BaseException], error: BaseException, trac
 def silence_libraries() -> None:
     """Ignore the warnings of libraries that a user cannot act on.
 
-    The package calls it when it is imported, because megatron-core warns when it is imported. The user's own filters
-    take precedence.
+    `import rl_megatron` calls this, because importing megatron-core emits warnings. The user's own filters take
+    precedence.
     """
     for message, category, module in _NOT_FOR_USERS:
         warnings.filterwarnings("ignore", message, category, module, append=True)
@@ -138,9 +138,9 @@ def silence_gpu_advice() -> None:
 
 
 def track(items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
-    """Yield the items. After two seconds, and then from time to time, log how many were yielded of `total`.
+    """Yield the items, and log how many of `total` were yielded: after two seconds, and then about every ten.
 
-    `what` is the beginning of the line, such as "tokenized records".
+    `what` is the beginning of the log line, such as "tokenized records".
     """
     began, due, done = time.monotonic(), _FIRST_SECONDS, 0
     for done, item in enumerate(items, 1):
@@ -169,7 +169,7 @@ once = Once()
 
 
 def error(message: object, on_every_node: bool = False) -> None:
-    """Print the final line of a failed run to stderr, on rank 0 or, if nodes may differ, on the first rank of each."""
+    """Print the final line of a failed run to stderr, on rank 0 or, with `on_every_node`, on each node's first rank."""
     text = make_printable(" ".join(str(message).splitlines()))
     _tell_launcher(text)
     if is_main_rank() or (on_every_node and os.environ.get("LOCAL_RANK") == "0"):
@@ -199,7 +199,7 @@ def has_watcher() -> bool:
 
 
 def follow_progress(follower: Watcher) -> None:
-    """Call `follower` for every progress report too. A follower alone does not cause progress to be counted."""
+    """Call `follower`, too, for every progress report. Callers may report less progress if there is no watcher."""
     _followers.append(follower)
 
 

@@ -1,7 +1,7 @@
-"""Time the phases of a step, such as train and, within it, forward and backward, without gaps, and their peak memory.
+"""Measure time and peak memory of a step's phases, which may nest: the phase train contains forward and backward.
 
-Every moment belongs to the innermost phase that runs then, or to no phase. So the times of all phases and of the rest
-add up to the time of the step. In a profiled step, processes also record named spans of time on the wall clock.
+Every moment counts for the innermost running phase, or as time between phases. So these times add up to the time of the
+step. In a profiled step, processes also record named spans of time on the wall clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 Phases = tuple[str, ...]  # the names of nested phases, the outermost first; () between phases
 
 _RESET = "/proc/self/clear_refs"
-_RESET_PEAK = b"5"  # sets the largest resident set to the present one
+_RESET_PEAK = b"5"  # resets the peak resident set size to the current size
 
 
 class Clock(Protocol):
@@ -47,7 +47,7 @@ class HostClock:
 
 
 class StreamClock:
-    """The times at which a GPU's current stream reaches marks, after the work that was queued before them.
+    """The clock of a GPU's current stream: the time of a mark is when the work queued before it has ended.
 
     The host does not wait for the GPU. The time between two marks is known once the GPU has reached the second.
     """
@@ -82,12 +82,12 @@ class DevicePeak:
 
 
 class HostPeak:
-    """The resident set of this process, which Linux counts. It owns the file that resets it."""
+    """The peak resident set size of this process, as Linux counts it. It owns the file that resets the peak."""
 
     def __init__(self) -> None:
         self._reset: BinaryIO | None = None
-        with suppress(OSError):  # another system, or a container that does not allow it
-            self._reset = open(_RESET, "wb", buffering=0)  # noqa: SIM115  # opening takes longer
+        with suppress(OSError):  # not Linux, or a container that forbids it
+            self._reset = open(_RESET, "wb", buffering=0)  # noqa: SIM115  # opening it for each reset takes longer
 
     def take_peak(self) -> int | None:
         """Return the largest number of bytes since the last call, or None if the system does not count it."""
@@ -106,9 +106,9 @@ class StepTimes:
     """The times between two calls of `PhaseTimer.collect`, such as those of a step.
 
     Attributes:
-        seconds: The seconds of nested phases, without those of phases within them; `()` has those between phases.
-        peak_bytes: The most memory that was in use during each outermost phase.
-        tokens: The tokens that each outermost phase worked on, as far as it counted them.
+        seconds: The seconds of each (nested) phase, without those of phases within it; `()` is the time between phases.
+        peak_bytes: The peak memory of each outermost phase.
+        tokens: The tokens that outermost phases have counted with `count_tokens`.
     """
 
     seconds: dict[Phases, float] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class StepTimes:
         return sum(seconds for phases, seconds in self.seconds.items() if phases[:1] == (name,))
 
     def split_phase(self, name: str) -> dict[str, float]:
-        """Return the seconds of the innermost phases within an outermost phase, without those of no inner phase."""
+        """Return the seconds of each innermost phase within an outermost phase, without the time between these."""
         inner: dict[str, float] = {}
         for phases, seconds in self.seconds.items():
             if phases[:1] == (name,) and len(phases) > 1:
@@ -134,9 +134,9 @@ class StepTimes:
 
 
 class PhaseTimer:
-    """The times of phases, which may nest. It owns the marks until `collect` returns the times between them.
+    """The timer of phases, which may nest. It owns the marks until `collect` returns the times between them.
 
-    A phase that is entered while it runs is not entered again.
+    Beginning a phase that already runs has no effect.
     """
 
     def __init__(
@@ -150,15 +150,14 @@ class PhaseTimer:
         Args:
             clock: Measures the times; by default the wall clock.
             memory: Measures the peak memory of outermost phases, or None.
-            observer: Is called with the outermost phase that runs whenever it changes, and with None between phases. If
-                a phase ends with an exception, it is not called until the next phase begins, so that the failure can
-                be located in the phase.
+            observer: Is called with an outermost phase when it begins, and with None when it ends. If an exception ends
+                the phase, the observer is not called, so that the failure can be attributed to the phase.
         """
         self._clock: Clock = clock or HostClock()
         self._memory, self.observer = memory, observer
         self.listener: Callable[[Phases], None] | None = None  # is called with all running phases when they change
-        self.phases: Phases = ()  # those that run now
-        self._marks: deque[tuple[Any, Phases]] = deque()  # each with the phases that run from it on
+        self.phases: Phases = ()  # the phases that run now
+        self._marks: deque[tuple[Any, Phases]] = deque()  # (mark, the phases that run after it)
         self._peaks: dict[str, int] = {}
         self._tokens: dict[str, int] = {}
         self.restart()
@@ -201,7 +200,7 @@ class PhaseTimer:
                 self.observer(None)
 
     def collect(self) -> StepTimes:
-        """Return the times since the last call. Work that a GPU has not done yet is in the next call's times."""
+        """Return the times since the last call. Work that a GPU has not finished is included in the next call."""
         self._go_to(self.phases)
         seconds: dict[Phases, float] = {}
         while len(self._marks) > 1:
@@ -268,7 +267,7 @@ _BETWEEN_STAGES = ("-recv", "-send")  # the ends of names of communication betwe
 
 
 class MegatronTimers:
-    """The timers that megatron-core starts and stops around its work, which becomes phases of the timer in use.
+    """The timers that megatron-core starts and stops around its work, which is timed as phases of the timer in use.
 
     megatron-core calls the attribute `timers` of a configuration: `timers(name, log_level=2).start()`, and `.stop()`.
     """
@@ -286,7 +285,7 @@ class _NamedTimer:
         self._running, self._name = running, name
 
     def start(self, barrier: bool = False) -> None:
-        """Begin the phase, if a timer is in use and this kind of work is a phase. There is never a barrier."""
+        """Begin the phase, if a timer is in use and this kind of work is a phase. `barrier` has no effect."""
         work = "pipeline_wait" if self._name.endswith(_BETWEEN_STAGES) else _PHASES.get(self._name)
         if _IN_USE and work is not None:
             self._running[self._name] = (_IN_USE[-1], _IN_USE[-1].begin(work))
@@ -306,12 +305,12 @@ MEGATRON_TIMERS = MegatronTimers()
 
 @dataclass(frozen=True)
 class Span:
-    """A time in which a process did something.
+    """A span of time that a process spent on one thing.
 
     Attributes:
         process: The process, such as "rank 0" or "rollout engine 0 (process 17)".
-        name: What it did.
-        began: The begin, in nanoseconds since 1970.
+        name: What the process did.
+        began: The beginning, in nanoseconds since 1970.
         ended: The end, in the same unit.
     """
 

@@ -1,4 +1,4 @@
-"""The adapters of a checkpoint: the manifest's entries of them and their base, their tensors, and their merging."""
+"""The adapters of a checkpoint: manifest entries for them and their base, their tensors, and merging them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _TENSORS = ".distcp"  # the ending of the files that hold a checkpoint's tensors
 
 
 def identify_base(checkpoint: Path) -> Base:
-    """Return the base that the checkpoint of a whole model is. Its digest is that of its files of tensors."""
+    """Return the identity of a whole model's checkpoint as a base: its path, and a digest over its tensor files."""
     entries = read_manifest(checkpoint)["files"]
     digested = {name: entry for name, entry in entries.items() if name.endswith(_TENSORS)}
     digest = hashlib.sha256(json.dumps(digested, sort_keys=True).encode()).hexdigest()[:16]
@@ -54,7 +54,7 @@ def describe_model_adapters(model: ShardedModel) -> dict[str, object]:
 
 
 def describe_adapters(adapters: Sequence[LoraConfig], base: Base | None) -> dict[str, Any]:
-    """Return the manifest's entries of adapters, of which the first is the one that is trained, and of their base."""
+    """Return the manifest's entries of adapters and of their base. The first adapter is the trained one."""
     trained, *frozen = map(asdict, adapters)
     entries = {"peft": trained, **({"frozen_adapters": frozen} if frozen else {})}
     return entries | {"base": {} if base is None else asdict(base)}
@@ -66,7 +66,7 @@ def holds_adapter(manifest: Mapping[str, object]) -> bool:
 
 
 def read_adapter_configs(checkpoint: Path, manifest: Mapping[str, object]) -> dict[str, LoraConfig]:
-    """Return the sections `peft` of a checkpoint's adapters by name, with the one that was trained last first."""
+    """Return the sections `peft` of a checkpoint's adapters by name, the most recently trained one first."""
     try:
         sections = TypeAdapter(tuple[LoraConfig, ...]).validate_python(list_adapter_sections(manifest))
     except ValidationError as error:
@@ -109,7 +109,7 @@ def check_base(checkpoint: Path, manifest: Mapping[str, Any], base: Base | None)
 
 
 def check_frozen_adapters(checkpoint: Path, saved: Sequence[LoraConfig], model: ShardedModel) -> None:
-    """Refuse a checkpoint whose frozen adapters, `saved`, differ from those that the model has from an earlier one."""
+    """Refuse a checkpoint whose frozen adapters, `saved`, differ from those that an earlier checkpoint added."""
     if model.frozen_adapters and set(model.frozen_adapters) != set(saved):
         listed = " and ".join(
             ", ".join(sorted(lora.adapter_name for lora in adapters)) or "none"
@@ -152,7 +152,7 @@ class StoredAdapter:
         tensors: Its tensors by the names that peft gives them, without the prefix for the base model.
         whole: The modules that were trained whole, by the Hugging Face names of their tensors.
         keys: The checkpoint's key of each tensor of `whole`.
-        factors: The factors [rows] fp32 of each weight with DoRA, by its Hugging Face name (`with_factors`).
+        factors: DoRA's factors [rows] fp32 of each weight, by its Hugging Face name; `with_factors` computes them.
     """
 
     config: LoraConfig
@@ -165,10 +165,10 @@ class StoredAdapter:
     def with_factors(
         self, blocks: Iterable[tuple[Rows, tuple[int, ...], Tensor]], device: torch.device | None = None
     ) -> StoredAdapter:
-        """Return the adapter with the factors of its magnitudes, which merging DoRA needs.
+        """Return the adapter with DoRA's `factors`, which merging needs.
 
-        `blocks` are those of the base's tensors, as `split_piece` yields them. If a `device` is given, each rank has
-        some of them, and the call is collective.
+        `blocks` are blocks of the base's tensors, as `split_piece` yields them. With a `device`, each rank passes some
+        of the blocks, and the call is collective.
         """
         rows = {part.name: part.out_features for parts in self.linears.values() for part in parts if part.has_adapter}
         total = torch.zeros(sum(rows.values()))
@@ -219,7 +219,7 @@ class StoredAdapter:
 
 @dataclass(frozen=True)
 class StoredAdapters:
-    """All adapters of a checkpoint, with the one that was trained last first."""
+    """All adapters of a checkpoint, the most recently trained one first."""
 
     adapters: tuple[StoredAdapter, ...]
     head: Tensor | None = None  # the score head that was trained with them
@@ -241,8 +241,8 @@ class StoredAdapters:
     def with_factors(
         self, blocks: Iterable[tuple[Rows, tuple[int, ...], Tensor]], device: torch.device | None = None
     ) -> StoredAdapters:
-        """Return the adapters with the factors of their magnitudes; see `StoredAdapter.with_factors`."""
-        (alone,) = self.adapters  # one with magnitudes has no others beside it
+        """Return the adapters with DoRA's `factors`; see `StoredAdapter.with_factors`."""
+        (alone,) = self.adapters  # an adapter with DoRA is the only one
         return replace(self, adapters=(alone.with_factors(blocks, device),))
 
     def merge_block(self, hf_name: str, offset: tuple[int, ...], block: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ class StoredAdapters:
 def read_adapters(checkpoint: Path, manifest: Mapping[str, Any], model: ModelConfig, rows: int) -> StoredAdapters:
     """Return the adapters of a checkpoint.
 
-    `model` is the model section of its base, and `rows` are those of the embedding.
+    `model` is the model section of their base, and `rows` is the number of rows of the embedding.
     """
     configs = list(read_adapter_configs(checkpoint, manifest).values())
     check_together(configs)

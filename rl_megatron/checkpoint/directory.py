@@ -1,4 +1,4 @@
-"""Names, manifests and digests of checkpoint directories, and how one is published. It does not need megatron-core.
+"""Names, manifests, digests and publishing of checkpoint directories. This module does not need megatron-core.
 
 A checkpoint is a directory `step-000123`. It is written as `step-000123.incomplete`. Once every rank has written its
 part, rank 0 adds `manifest.json` (step, model, size and digest of every file) and renames the directory. A run that is
@@ -32,8 +32,8 @@ from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
 CONFIG = "config.yaml"  # the effective configuration of the run that wrote the checkpoint
 FORMAT = 2  # older manifests have no "format" and no digests
 REPLACED = ".replaced"  # the suffix of a checkpoint that another one is about to replace
-REPLACING = ".new"  # the suffix of an export that takes its name in the next moment
-# What a run leaves that is killed while it saves, exports or deletes.
+REPLACING = ".new"  # the suffix of an export that is about to be renamed to its final name
+# The suffixes of directories that a run leaves if it is killed while it saves, exports or deletes.
 LEFTOVERS = (".incomplete", REPLACED, REPLACING, ".deleted")
 _STEP = re.compile(r"step-(\d+)")
 _BLOCK = 1 << 20
@@ -73,8 +73,8 @@ def digest_file(path: Path) -> dict[str, object]:
 def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[str, Any] | None = None) -> None:
     """Turn the finished directory `partial` into the checkpoint `final`: write its manifest, then rename it.
 
-    A checkpoint that has the name already is replaced. `manifest` has the keys without format, files and digest, and
-    `entries` those of files whose writers have computed them already. Other files are read here.
+    An existing checkpoint of this name is replaced. `manifest` has all keys but `format`, `files` and `sha256`.
+    `entries` are the manifest entries that the writers of files have computed; other files are read here.
     """
     entries = dict(entries or {})
     for path in sorted(partial.rglob("*")):
@@ -82,7 +82,7 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[
         if path.is_file() and name not in entries:
             entries[name] = digest_file(path)
     content = {"format": FORMAT, **manifest, "files": dict(sorted(entries.items()))}
-    content = json.loads(json.dumps(content))  # JSON turns keys into strings, and the digest is of what is read back
+    content = json.loads(json.dumps(content))  # as it will be read back: JSON turns keys into strings
     with (partial / MANIFEST).open("w") as file:
         file.write(json.dumps({**content, "sha256": _digest_content(content)}, indent=1))
         file.flush()
@@ -104,7 +104,7 @@ def _set_aside(path: Path) -> None:
     """Give an incomplete checkpoint another name, because the next save of its step would delete it."""
     names = (path.with_name(f"{path.name}.without-manifest-{number}") for number in count(1))
     free = next(name for name in names if not name.exists())
-    log.LOGGER.warning("%s has no %s, and is now %s", path, MANIFEST, free)
+    log.LOGGER.warning("%s has no %s, so it is renamed to %s", path, MANIFEST, free)
     path.rename(free)
 
 
@@ -140,14 +140,14 @@ def find_checkpoints(directory: Path) -> list[Path]:
             steps[path] = int(match.group(1))
         elif match is not None and path.is_dir():
             log.once(
-                f"{path} has no {MANIFEST}, so it is not a whole checkpoint and is passed over; copy the missing file "
+                f"{path} has no {MANIFEST}, so it is not a whole checkpoint and is ignored; copy the missing file "
                 "from a backup, or remove the directory"
             )
     return sorted(steps, key=lambda path: steps[path])
 
 
 def check_output_dir(output_dir: Path) -> None:
-    """Check that the output directory of a run is a directory or does not exist, and that its metrics are files."""
+    """Check that the output directory of a run is not a file, and that the paths of its metrics are not directories."""
     if output_dir.exists() and not output_dir.is_dir():
         raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
     for path in (output_dir / METRICS_FILE, output_dir / SAMPLES):
@@ -213,7 +213,7 @@ def read_model_section(checkpoint: Path, manifest: Mapping[str, object]) -> Mode
 
 
 def list_adapter_sections(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the sections `peft` of a checkpoint's adapters, the one that was trained last first; empty without."""
+    """Return the sections `peft` of a checkpoint's adapters, the most recently trained one first, or an empty list."""
     return [manifest["peft"], *manifest.get("frozen_adapters", ())] if "peft" in manifest else []
 
 
@@ -228,16 +228,16 @@ SCORE_POSITION = "end of turn"  # the value of `score_position` in manifests of 
 def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_only: bool) -> bool:
     """Return whether the model must initialize a new head, because a score head starts from a language model.
 
-    Any other difference is refused. A warning follows if the checkpoint is from a time when a reward model's score
-    could be trained at another token.
+    Any other difference between the heads is refused. A warning is logged if an older version, which may have trained
+    the score at another token, wrote a reward model.
     """
     saved = manifest.get("head", "lm")
     if saved == head:
         if head == "score" and manifest.get("score_position") != SCORE_POSITION:
             log.once(
-                f"checkpoint {checkpoint} does not say at which token its score was trained; if it is a reward model "
-                "for a chat template that writes text after the token which ends a turn, as ChatML's line break, it "
-                "was trained at this text, and is now read at the token which ends the turn: train it again"
+                f"checkpoint {checkpoint} does not record at which token its score was trained; some chat templates "
+                "write text after the token that ends a turn, such as ChatML's line break: a reward model for such a "
+                "template was trained at this text, but is now read at the token that ends the turn; train it again"
             )
         return False
     if (saved, head) == ("lm", "score") and weights_only:

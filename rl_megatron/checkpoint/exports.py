@@ -52,15 +52,15 @@ class Exporter:
     """The exports of a stage, one at a time, each written by a thread of rank 0. Every rank calls every method."""
 
     def __init__(self, checkpoints: Path, ranks: Ranks, is_wanted: bool = True):
-        """Begin without an export. If none `is_wanted`, no method does anything."""
+        """Begin without an export. Unless `is_wanted`, no method does anything."""
         self._checkpoints, self._ranks = checkpoints, ranks
         self._is_wanted, self._writes = is_wanted, is_wanted and ranks.leads
-        self._thread: threading.Thread | None = None  # of rank 0, as all below
+        self._thread: threading.Thread | None = None  # on rank 0 only, like the attributes below
         self._is_cancelled = False
         self._failure: str | None = None
 
     def begin(self, checkpoint: Path) -> None:
-        """Start to export a complete checkpoint, which must stay until the export has ended. None may be running."""
+        """Start to export a complete checkpoint, which must exist until the export ends. No export may be running."""
         if self._writes:
             self._is_cancelled, self._failure = False, None
             self._thread = threading.Thread(
@@ -69,7 +69,7 @@ class Exporter:
             self._thread.start()
 
     def begin_missing(self) -> None:
-        """Start to export the newest checkpoint if it has no export, as after a run that was ended in between."""
+        """Start to export the newest checkpoint if it has no export, such as after a run that ended in between."""
         saved = find_checkpoints(self._checkpoints) if self._writes else []
         if saved and not locate_export(saved[-1]).exists():
             self.begin(saved[-1])
@@ -78,7 +78,7 @@ class Exporter:
         """Wait until no export is being written. Collective if there are exports.
 
         Raises:
-            SaveFailed: The export could not be written, and `must_succeed`. It is raised on every rank.
+            SaveFailed: The export could not be written, and `must_succeed` is true. It is raised on every rank.
         """
         if not self._is_wanted:
             return
@@ -92,7 +92,7 @@ class Exporter:
             log.LOGGER.warning("%s; training continues", failure)
 
     def discard(self, step: int) -> None:
-        """Delete the export of a step that is about to be saved again, after a roll-back. None may be running."""
+        """Delete the export of a step that is about to be saved again, after a roll-back. No export may be running."""
         if self._writes:
             try:
                 _delete(locate_export(self._checkpoints / name_checkpoint(step)))
@@ -100,7 +100,7 @@ class Exporter:
                 log.LOGGER.warning("the export of step %d could not be deleted: %s", step, error)
 
     def close(self) -> None:
-        """End the export that is being written, and leave nothing of it."""
+        """Stop the export that is being written, and delete its files."""
         self._is_cancelled = True
         if self._thread is not None:
             self._thread.join()
@@ -148,9 +148,9 @@ def check_exports(
     output_dir: Path,
     init_from: Path | None,
 ) -> None:
-    """Check, before the first step, that a stage's checkpoints can be exported: by a family, and onto the disk.
+    """Check before the first step that a family can express a stage's model, and that exports fit onto the disk.
 
-    Adapters are exported alone. `train` says how many checkpoints are kept.
+    Adapters are exported without their base. `train` states how many checkpoints are kept.
     """
     if not train.export_hf:
         return
@@ -166,7 +166,7 @@ def check_exports(
         return
     size = sum(torch.Size(shape).numel() for shape in table.hf_shapes.values()) * (4 if precision == "fp32" else 2)
     num_saves = 1 + (train.steps - 1) // train.save_every if train.save_every else 1
-    number = min(num_saves, train.keep_checkpoints + (train.keep_best is not None) + 1)  # and the one that is written
+    number = min(num_saves, train.keep_checkpoints + (train.keep_best is not None) + 1)  # and the one being written
     home = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
     free = shutil.disk_usage(home).free
     if number * size > free:
@@ -177,7 +177,7 @@ def check_exports(
 
 
 def _delete_without_checkpoint(checkpoints: Path) -> None:
-    """Delete the exports of checkpoints that were deleted, and what runs have left that were killed meanwhile."""
+    """Delete the exports of deleted checkpoints, and what killed runs have left."""
     kept = {path.name for path in find_checkpoints(checkpoints)}
     for path in locate_exports(checkpoints).glob("step-*"):
         if path.suffix in LEFTOVERS or path.name not in kept:
@@ -185,7 +185,7 @@ def _delete_without_checkpoint(checkpoints: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory, if it exists. It loses its name first, so that a kill leaves nothing that looks complete."""
+    """Delete a directory, if it exists. It is renamed first, so that a kill leaves nothing that looks complete."""
     if path.exists():
         deleted = path if path.suffix == LEFTOVERS[-1] else path.with_name(f"{path.name}{LEFTOVERS[-1]}")
         if deleted != path:

@@ -83,8 +83,8 @@ def export_peft(
     Args:
         checkpoint: The checkpoint.
         target: The path of the new directory, which must not exist.
-        adapter: The name of an adapter that is written alone, to the directory itself. None: all are written, and those
-            with other names than "default" lie in subdirectories.
+        adapter: The name of the only adapter to write, into the directory itself. None writes all; adapters with other
+            names than "default" are in subdirectories.
         verify: Whether the checkpoint's files are compared with their digests.
     """
     manifest = read_manifest(checkpoint)
@@ -130,7 +130,7 @@ def export_weights(
 ) -> dict[str, Any]:
     """Convert a checkpoint to a Hugging Face directory, and return its config.json.
 
-    A reward model becomes a sequence classifier of one label, and a checkpoint of adapters gives its base with all of
+    A reward model becomes a sequence classifier of one label, and a checkpoint of adapters becomes its base with all of
     them merged. Weights keep the checkpoint's dtype. If the checkpoint, or the run that wrote it, started from a
     Hugging Face directory, that directory's configuration and tokenizer are used. Otherwise the tokenizer is the run's,
     and the configuration is that of the first family that can express the model. Nothing is written if the checkpoint
@@ -142,7 +142,7 @@ def export_weights(
         max_shard_bytes: The most bytes of weights in a file. A larger tensor has its own file.
         progress: Called with the bytes written so far and the total.
         verify: Whether the checkpoint's files are compared with their digests.
-        cut_vocabulary: Whether to leave out the rows of the embedding and the head that no token has.
+        cut_vocabulary: Whether to leave out the rows of the embedding and the head that belong to no token.
     """
     manifest = read_manifest(checkpoint)
     refuse_adapter_with_head(checkpoint, manifest)
@@ -290,7 +290,7 @@ def _cut_unused_rows(
     if num_tokens is None or num_tokens == rows:
         raise ConfigError(
             f"--cut-vocabulary: checkpoint {checkpoint} has no row to cut: each of its {rows} rows has a token, or its "
-            "tokenizer is not known; leave it out"
+            "tokenizer is not known; leave out the option"
         )
     generation = find_hugging_face_files(checkpoint)
     generation = None if generation is None else generation / "generation_config.json"
@@ -330,7 +330,7 @@ def _check_tensors(checkpoint: Path, table: WeightTable) -> dict[str, StoredTens
 def _read_hugging_face_blocks(
     table: WeightTable, stored: Mapping[str, StoredTensor], progress: Progress = lambda done, total: None
 ) -> Iterator[tuple[Rows, Shape, Tensor]]:
-    """Yield the blocks of rows of the tensors `stored` that each belong to one Hugging Face tensor, like `blocks_of`.
+    """Yield the tensors `stored` in blocks of rows, each of one Hugging Face tensor, as `split_piece` does.
 
     `progress` is called with the bytes read so far and the total.
     """

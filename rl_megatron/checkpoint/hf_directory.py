@@ -1,6 +1,6 @@
 """The files of a Hugging Face directory, and the checks before a conversion. This module does not need torch.
 
-What is wrong with the paths of a conversion is therefore answered at once.
+A mistake in the paths of a conversion is therefore reported at once.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def check_import(source: Path, checkpoint: Path, base: Path | None = None) -> No
     is_adapter = bool(find_adapter_directories(source))
     if is_adapter and base is None:
         raise ConfigError(
-            f"{source} holds an adapter, and not its base; name the checkpoint of the base with --base CHECKPOINT"
+            f"{source} holds an adapter, but not its base; name the checkpoint of the base with --base CHECKPOINT"
         )
     if base is not None:
         if not is_adapter:
             raise ConfigError(
-                f"--base is for adapters, and neither {source} nor a subdirectory has an {ADAPTER_CONFIG}; leave it out"
+                f"--base is for adapters, but neither {source} nor a subdirectory has an {ADAPTER_CONFIG}; leave it out"
             )
         manifest = read_manifest(base)
         check_head(base, manifest, "lm", weights_only=False)
@@ -52,8 +52,8 @@ def check_import(source: Path, checkpoint: Path, base: Path | None = None) -> No
 def find_adapter_directories(source: Path) -> dict[str, Path]:
     """Return the directory of each adapter of a peft directory by name, "default" first.
 
-    It is empty for the directory of a whole model. Hidden subdirectories are left out, and those named checkpoint-N, in
-    which the Trainer of transformers keeps earlier steps.
+    The result is empty for the directory of a whole model. It leaves out hidden subdirectories and those named
+    checkpoint-N, in which the Trainer of transformers keeps earlier steps.
     """
     directories = {DEFAULT_ADAPTER: source} if (source / ADAPTER_CONFIG).is_file() else {}
     if not directories and (source / "config.json").is_file():
@@ -94,7 +94,7 @@ def check_export(checkpoint: Path, target: Path, adapter: str | None = None) -> 
     refuse_adapter_with_head(checkpoint, manifest)
     refuse_existing(target)
     if adapter is not None and "peft" not in manifest:
-        raise ConfigError(f"--adapter is for adapters, and checkpoint {checkpoint} holds a whole model; leave it out")
+        raise ConfigError(f"--adapter is for adapters, but checkpoint {checkpoint} holds a whole model; leave it out")
     choose_adapters(checkpoint, manifest, adapter)
     return "peft" in manifest
 

@@ -39,7 +39,7 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def find_tensors(directory: Path) -> dict[str, TensorLocation]:
-    """Return the place of every tensor in the directory, from its index or from its only file."""
+    """Return the location of every tensor in the directory, from its index or from its only file."""
     locations: dict[str, TensorLocation] = {}
     for file, indexed in find_weight_files(directory).items():
         in_file = read_header(directory / file)
@@ -53,7 +53,7 @@ def find_tensors(directory: Path) -> dict[str, TensorLocation]:
 def select_text_tensors(
     locations: Mapping[str, TensorLocation], family: Family, model: ModelConfig, where: str
 ) -> dict[str, TensorLocation]:
-    """Return the places of all tensors, with the text model's under its own names, and one for each expert's linear.
+    """Return the locations of all tensors, with the text model's own names and stacked experts split into linears.
 
     `where` names the directory in messages, here and below.
     """
@@ -70,7 +70,7 @@ def select_text_tensors(
 
 
 def _split_experts(stack: TensorLocation, linears: Sequence[str], prefix: str, what: str) -> dict[str, TensorLocation]:
-    """Return the place of each linear of each expert in a tensor that stacks them, [experts, rows, columns]."""
+    """Return the location of each linear of each expert in a tensor that stacks them, [experts, rows, columns]."""
     if len(stack.shape) != 3 or stack.shape[1] % len(linears):
         raise ConfigError(
             f"{what} has shape {stack.shape}; it must be [experts, rows, columns], with the rows of "
@@ -92,9 +92,9 @@ def check_tensors(
     where: str,
     is_dropped: Callable[[str], bool] = lambda name: False,
 ) -> torch.dtype:
-    """Check that the files have the tensors of `table`, with their shapes and no others, and return their dtype.
+    """Check that the files have exactly the tensors of `table`, with their shapes, and return their dtype.
 
-    RoPE frequencies and the tensors that the family drops (`is_dropped`) are left out with a log line. If the head is
+    RoPE frequencies and the tensors that the family drops (`is_dropped`) are ignored, and logged once. If the head is
     tied to the embedding, the files may contain the head as well; the caller compares the two (`check_tied`).
     """
     extra = {name for name in locations.keys() - table.hf_shapes.keys() if name != find_tied_head(locations, table)}
@@ -103,7 +103,7 @@ def check_tensors(
         images = {name for name in dropped if is_of_images(name)}
         kinds = ((images, " that read images"), (dropped - images, " others" if images else ""))
         counts = (f"{len(names)}{kind}, such as {min(names)}" for names, kind in kinds if names)
-        once(f"{where}: left out are tensors that are not part of the text model: {'; '.join(counts)}")
+        once(f"{where}: tensors that are not part of the text model are left out: {'; '.join(counts)}")
     _refuse(extra - dropped, f"{where} has tensors that its config.json does not ask for")
     _refuse(table.hf_shapes.keys() - locations.keys(), f"{where} lacks tensors that its config.json asks for")
     for name, shape in table.hf_shapes.items():
@@ -186,7 +186,7 @@ class HuggingFaceWeights:
         table: The weight table of its tensors.
         locations: The file and position of each of its tensors.
         tokenizer: The tokenizer beside the weights, or None.
-        head: The head that the files have.
+        head: The head whose weights the files hold.
     """
 
     directory: Path
@@ -255,7 +255,7 @@ def require_vocab_size(model: ModelConfig, config_file: Path) -> int:
 
 
 def _load_tokenizer(directory: Path, model: ModelConfig, rows: int) -> Tokenizer | None:
-    """Return the tokenizer of a Hugging Face directory, or None. Every token has a row in the embedding."""
+    """Return the tokenizer of a Hugging Face directory, or None. Each token must have a row in the embedding."""
     if not has_tokenizer(directory):
         return None
     try:

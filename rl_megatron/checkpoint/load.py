@@ -37,9 +37,9 @@ _MESSAGE_LENGTH = 600  # megatron-core lists every key of the model
 def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:
     """Fill `into` from the checkpoint `path` and return its manifest. Collective.
 
-    A checkpoint of adapters is loaded with its base. A model without adapters gets their merged weights. A model with
-    adapters can start from a checkpoint of a whole model, which then is their base, or from one of adapters. Those with
-    another name than its own then are frozen beside its own.
+    A checkpoint of adapters is loaded with its base, and merged into a model without adapters. A model with an adapter
+    can start from a whole model, which becomes its base, or from adapters. Those with other names than the model's
+    adapter are then frozen beside it.
 
     Args:
         path: A complete checkpoint.
@@ -58,10 +58,10 @@ def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False,
 
 
 def start_from_weights(model: ShardedModel, optimizer: MegatronOptimizer | None) -> None:
-    """Let training start from the weights that a model has now.
+    """Let training start from a model's present weights.
 
-    They become the originals of modules that are trained whole, and the optimizer's fp32 copies. The lengths of their
-    rows become the magnitudes of DoRA. Collective.
+    The weights become the originals of modules that are trained whole, and the optimizer's fp32 copies. The norms of
+    their rows become DoRA's magnitudes. Collective.
     """
     keep_originals(model.model_chunks)
     for adapter in find_dora_adapters(model.model_chunks):
@@ -87,7 +87,7 @@ def _load_with_adapters(
     model = into.model
     if not holds_adapter(manifest):
         if not weights_only:
-            raise ConfigError(f"checkpoint {path} holds no adapter; weights_only=True takes it as a base")
+            raise ConfigError(f"checkpoint {path} holds no adapter; weights_only=True loads it as a base")
         check_frozen_adapters(path, [], model)
         _load_whole(path, replace(into, optimizer=None, scheduler=None, selection="base"), True, verify)
         model.base = identify_base(path)
@@ -110,7 +110,7 @@ def _load_with_adapters(
     elif not weights_only:
         raise ConfigError(
             f"checkpoint {path} holds no adapter peft.adapter_name={name}{nearest(name, frozen)}; weights_only=True "
-            "trains a new adapter of this name beside them"
+            "trains a new adapter of this name beside the saved ones"
         )
     check_frozen_adapters(path, [*frozen.values()], model)
     if model.base is None and manifest["base"]:

@@ -5,7 +5,7 @@ megatron-core's distributed optimizer keeps these states flat, in buckets, and s
 megatron-core can save them independently of the layout, but it stores the buckets without padding and reads them at
 offsets computed with padding. This corrupts every bucket after one whose size is not a multiple of 128 (tied
 embeddings under pipeline parallelism have such a bucket). This module therefore assembles the states parameter by
-parameter. Each parameter has an owner among the data-parallel ranks, which alone holds the whole states on its host.
+parameter. Only one of the data-parallel ranks, the owner of the parameter, holds its whole states, on the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
-# The prefixes of their keys. Checkpoints of the plain optimizer had megatron-core's, and no "param" of fp32 weights.
+# The prefixes of their keys. Old checkpoints of the plain optimizer have megatron-core's (the second ones), and lack
+# "param" if weights are fp32.
 _PREFIXES = {name: (f"optimizer.{name}.", f"optimizer.state.{name}.") for name in ("exp_avg", "exp_avg_sq")}
 _PREFIXES["param"] = ("optimizer.param.", "optimizer.state.fp32_param.")
 
@@ -31,12 +32,12 @@ _Entry = ShardedTensor | ShardedTensorFactory
 
 @dataclass(frozen=True)
 class _ParameterState:
-    """What this rank holds of a parameter's optimizer states, and the place of the whole states in a checkpoint."""
+    """This rank's part of a parameter's optimizer states, and the place of the whole states in a checkpoint."""
 
     number: str  # the key in the state dict
     entry: _Entry  # the parameter's place in the unsharded model
     parameter: Tensor
-    states: dict[str, Tensor] | None  # views of the elements `local`, which can be written; None if there are none
+    states: dict[str, Tensor] | None  # writable views of the elements `local`, or None if there are none
     local: slice  # the range of the flattened parameter that this rank updates
     group: dist.ProcessGroup | None  # the ranks over which the states are split, or None if this rank holds them whole
     owner: int  # the rank of `group` that reads and writes the whole states
@@ -56,7 +57,7 @@ class _ParameterState:
         if isinstance(self.entry, ShardedTensor):
             changes["dtype"] = data.dtype
         if self.group is not None:
-            changes["replica_id"] = (*_replica_id(self.entry)[:-1], 0)  # the owner's is the one that is written
+            changes["replica_id"] = (*_replica_id(self.entry)[:-1], 0)  # the owner's replica is written
         return replace(self.entry, **changes)
 
 
@@ -86,7 +87,7 @@ def collect_optimizer_state(optimizer: MegatronOptimizer, models: list[dict[str,
 def request_optimizer_state(
     optimizer: MegatronOptimizer, models: list[dict[str, _Entry]], stored: Collection[str]
 ) -> dict[str, object]:
-    """Return the sharded tensors to fill from a checkpoint: the optimizer's own, or an owner's on the host.
+    """Return the sharded tensors to fill: the optimizer's own or, if states are split, the owner's on the host.
 
     `stored` are the names of the checkpoint's tensors.
     """
@@ -109,7 +110,7 @@ def request_optimizer_state(
 def load_optimizer_state(
     optimizer: MegatronOptimizer, models: list[dict[str, _Entry]], stored: Collection[str], loaded: dict[str, Any]
 ) -> None:
-    """Load a filled state into `optimizer`: moments, fp32 weights and the step count. The weights are loaded before.
+    """Load a filled state into `optimizer`: moments, fp32 weights and step count. Load the model's weights first.
 
     `loaded` is the filled state of `request_optimizer_state`, with the checkpoint's other values. Learning rate, weight
     decay and betas stay as the run configured them. Collective over data-parallel ranks.
@@ -140,7 +141,7 @@ def allocate_moments(optimizer: MegatronOptimizer) -> None:
 
 def get_step_count(optimizer: MegatronOptimizer) -> int:
     """Return how many steps Adam has taken, which is the same for all parameters."""
-    counts = [0]  # a rank that updates nothing has no other
+    counts = [0]  # for a rank that updates no parameter
     for part in list_parts(optimizer):
         if _counts_per_parameter(part):
             counts += [int(state["step"]) for state in list(part.optimizer.state.values())[:1]]
@@ -154,7 +155,7 @@ def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
     for part in list_parts(optimizer):
         for group in part.optimizer.param_groups:
             if not _counts_per_parameter(part):
-                group["step"] = step  # the kernels of Transformer Engine and Apex take an int, and no float
+                group["step"] = step  # the kernels of Transformer Engine and Apex take an int, not a float
                 continue
             for parameter in group["params"]:
                 # Each parameter has its own tensor, because each increments it. Fused kernels read it on the device.
@@ -165,7 +166,7 @@ def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
 def _counts_per_parameter(part: MegatronOptimizer) -> bool:
     """Return whether a part uses torch's Adam, as megatron-core does without Transformer Engine and Apex.
 
-    Its AdamW is a subclass. The fused implementations of Transformer Engine and Apex count steps per group.
+    AdamW is a subclass of it. The fused implementations of Transformer Engine and Apex count steps per group.
     """
     return isinstance(part.optimizer, torch.optim.Adam)
 
@@ -245,7 +246,7 @@ def _reduce_to_owner(held: _ParameterState, group: dist.ProcessGroup) -> dict[st
 def _broadcast_from_owner(
     held: _ParameterState, group: dist.ProcessGroup, names: list[str], loaded: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the whole states that the owner has `loaded`, on the device of every rank. Collective over `group`."""
+    """Broadcast the whole states that the owner has `loaded` to every rank's device. Collective over `group`."""
     device, size = held.parameter.device, held.parameter.numel()
     if held.is_owner:
         whole = torch.stack([loaded[name].flatten() for name in names]).to(device)
@@ -256,7 +257,7 @@ def _broadcast_from_owner(
 
 
 def _replica_id(entry: _Entry) -> tuple[int, ...]:
-    """Return the numbers of this replica among the pipeline-, tensor- and data-parallel ranks that hold the same."""
+    """Return this replica's index among the pipeline-, tensor- and data-parallel ranks that hold the same tensor."""
     if not isinstance(entry.replica_id, tuple):
         raise RuntimeError(f"{entry.key} has the replica id {entry.replica_id}, which is not one of three numbers")
     return entry.replica_id
@@ -276,8 +277,8 @@ def _find_stored_keys(key: str, stored: Collection[str]) -> dict[str, str]:
 def _read_step_count(loaded: dict[str, Any]) -> int:
     """Return a checkpoint's step count.
 
-    Older checkpoints have the state dicts of megatron-core's optimizers. Each of these has a "common_step", or a step
-    per group, or none of them before the first step.
+    Older checkpoints have the state dicts of megatron-core's optimizers. Each of these has a "common_step" or a step
+    per group, and neither before the first step.
     """
     if "step" in loaded:
         return loaded["step"]

@@ -1,7 +1,7 @@
 """Conversion of a checkpoint of adapters to a directory that peft loads, and back, bit for bit.
 
-As in peft's own directories, the adapter "default" lies in the directory itself, and others in subdirectories of their
-names.
+As in peft's own directories, the adapter "default" is in the directory itself, and others are in subdirectories of
+their names.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def export_adapters(
 ) -> dict[str, dict[str, object]]:
     """Write adapters as peft does into the directory `partial`, and return their adapter_config.json by name.
 
-    They come by the names that peft gets; "default" is that of one in the directory itself. The configurations name the
-    base of `checkpoint`.
+    `adapters` has their names in the export as keys; "default" is written into the directory itself. The configurations
+    name the base of `checkpoint`.
     """
     configs = {}
     for name, adapter in adapters.items():

@@ -37,7 +37,7 @@ def build_peft_config(
 
 
 def _list_target_modules(linears: Mapping[str, tuple[Part, ...]]) -> list[str]:
-    """Return the ends of names that say which modules have adapters, or their whole names if the ends do not."""
+    """Return the name suffixes of the modules with adapters, or whole names if other modules have the same suffixes."""
     parts = [part for linear_parts in linears.values() for part in linear_parts]
     chosen, others = ({p.key for p in parts if p.has_adapter is wanted} for wanted in (True, False))
     if not chosen & others:

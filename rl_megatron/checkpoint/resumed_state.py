@@ -1,6 +1,6 @@
 """`ResumedState`: everything of a stage that checkpoints keep besides models, as named parts.
 
-Each part saves itself as plain values, and checks those of a checkpoint before it takes them. An algorithm of your own
+Each part saves itself as plain values, and checks a checkpoint's values before it loads them. An algorithm of your own
 adds a part with `Loop.keep`.
 """
 
@@ -15,7 +15,7 @@ State = Mapping[str, Any]
 
 
 class Resumable(Protocol):
-    """A part of a stage's state that every rank has alike."""
+    """A part of a stage's state that is the same on every rank."""
 
     def state_dict(self) -> State:
         """Return the state as values that JSON can hold. Every rank calls it when a step is saved."""
@@ -25,7 +25,7 @@ class Resumable(Protocol):
         """Continue from a state.
 
         Raises:
-            ConfigError: The state is not one that this part can continue from.
+            ConfigError: This part cannot continue from the state.
         """
         ...
 
@@ -50,7 +50,7 @@ class ResumedState:
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load(self, saved: Mapping[str, State], checkpoint: str) -> None:
-        """Give every part its state of the checkpoint, which must have the same parts as the stage."""
+        """Load the state of every part. The checkpoint must have the same parts as the stage."""
         absent, unknown = sorted(self._parts.keys() - saved.keys()), sorted(saved.keys() - self._parts.keys())
         if absent or unknown:
             what = (

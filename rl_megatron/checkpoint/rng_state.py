@@ -30,7 +30,7 @@ def restore_random_state(saved: bytes) -> None:
     state = torch.load(io.BytesIO(saved), weights_only=True)
     torch.set_rng_state(state["cpu"])
     if ("cuda" in state) != torch.cuda.is_initialized():
-        return  # the states of a GPU's generators do not fit those of a CPU, and megatron-core's are of the same kind
+        return  # states of a GPU's and a CPU's generators, including megatron-core's, do not fit each other
     tracker: Any = get_cuda_rng_tracker()
     tracker.set_states(state["megatron"])
     if "cuda" in state:

@@ -100,7 +100,7 @@ class WeightReader:
     def read_slab(self, name: str, index: int) -> Tensor:
         """Return tensor `name` at `index` of its first axis.
 
-        The last one is kept, because its parts are read one by one.
+        The most recent slab is cached, because its parts are read one by one.
         """
         if self._slab is None or self._slab[0] != (name, index):
             location = self.locations[name]
@@ -158,11 +158,10 @@ def _parse_location(path: Path, name: str, data: int, entry: Mapping[str, Any]) 
 
 
 class WeightWriter:
-    """A writer of a directory's safetensors files, whose tensors may come in any order and in parts of any size.
+    """A writer of a directory's safetensors files. Tensors may be written in any order and in parts of any size.
 
-    It owns the open files. Headers are written first, so the files have their full length from the start. The order of
-    `shapes` is that in which tensors are distributed to files; one that is larger than `max_shard_bytes` has its own
-    file.
+    It owns the open files. Headers are written first, so the files have their full length from the start. Tensors are
+    distributed to files in the order of `shapes`; a tensor larger than `max_shard_bytes` has its own file.
     """
 
     def __init__(
@@ -196,7 +195,7 @@ class WeightWriter:
         self._written[name] += data.nbytes
 
     def write_slab(self, name: str, slab: Slab, row: int, column: int, block: Tensor) -> None:
-        """Write `block` at (row, column) of a part of a tensor that stacks experts, whose other parts stay."""
+        """Write `block` at (row, column) of a slab of a tensor that stacks experts. Other values are unchanged."""
         location = self.locations[name]
         whole = torch.empty(1, *location.shape[1:], dtype=location.dtype)
         position = location.start + slab.expert * location.row_bytes

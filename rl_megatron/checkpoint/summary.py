@@ -1,6 +1,6 @@
 """Descriptions of checkpoints from their manifests and tensor indexes, without loading weights or megatron-core.
 
-What is wrong with a path is answered before torch is imported.
+A mistake in a path is therefore reported before torch is imported.
 """
 
 from __future__ import annotations

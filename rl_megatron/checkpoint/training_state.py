@@ -25,15 +25,15 @@ from rl_megatron.model.shards import SHARDING_METADATA
 
 HEAD_PREFIX = "output_layer."  # the prefix of the head's names in a model's state
 Selection = Literal["all", "base", "adapters", "frozen adapters"]
-"""The weights of a checkpoint: all, or those without adapters, or all beside the base, or those without the adapters
-that are trained."""
+"""The weights that a checkpoint holds: all, the base's, those beside the base, or those beside the base without the
+trained adapter."""
 
 
 @dataclass(frozen=True)
 class TrainingState:
     """The state that a checkpoint holds. Optimizer and scheduler are None if the model is not trained.
 
-    If the model has adapters, `selection` says whether it is the state of its base, or of what is beside the base.
+    If the model has adapters, `selection` can restrict the state to the base, or to the weights beside it.
     """
 
     model: ShardedModel
@@ -58,7 +58,7 @@ class TrainingState:
     def build_request(
         self, stored: Collection[str], weights_only: bool = False, new_head: bool = False
     ) -> dict[str, Any]:
-        """Return the sharded state dict to fill from a checkpoint, of whose tensors `stored` has the names.
+        """Return the sharded state dict to fill from a checkpoint whose tensors have the names `stored`.
 
         `weights_only` leaves out the optimizer, and `new_head` the model's head.
         """
@@ -72,7 +72,7 @@ class TrainingState:
         return state
 
     def load_optimizer(self, stored: Collection[str], loaded: dict[str, Any]) -> None:
-        """Load optimizer and schedule from the filled state dict `loaded`. The weights are loaded before. Collective.
+        """Load optimizer and schedule from the filled state dict `loaded`. Load the weights first. Collective.
 
         `loaded` is the filled result of `build_request`, with the checkpoint's values that are not tensors.
         """
@@ -111,7 +111,7 @@ def _is_beside_base(key: str, entry: ShardedTensor | ShardedTensorFactory) -> bo
 def collect_model_state(model_chunk: GPTModel) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """Return the tensors of a model chunk with their places in the unsharded model.
 
-    The "extra states" of modules are left out: they serve FP8, are empty here, and differ between backends.
+    The "extra states" of modules are left out: they are for FP8, are empty here, and differ between backends.
     """
     entries = model_chunk.sharded_state_dict(metadata=dict(SHARDING_METADATA))
     return {key: entry for key, entry in entries.items() if isinstance(entry, ShardedTensor | ShardedTensorFactory)}

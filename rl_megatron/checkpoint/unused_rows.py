@@ -1,7 +1,8 @@
 """Rows of the embedding and the head that no token of the tokenizer has, and the probability that they get.
 
 Training leaves these rows out of every softmax. transformers and inference servers do not, so the same weights give
-every token a little less probability there. How much is measured, because the weights alone do not tell.
+every token a little less probability there. The difference is measured, because it cannot be derived from the weights
+alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TEXT = (
 )
 _MOST_TOKENS = 64  # of the text
 MOST_PARAMETERS = 2_000_000_000  # of a model that is measured
-_SHARE_OF_MEMORY = 0.8  # what the weights may take of the memory that is available
+_SHARE_OF_MEMORY = 0.8  # the share of available memory that the weights may use
 _BYTES = torch.float32.itemsize
 # The limit of a container's memory, in the second and the first version of control groups.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -39,7 +40,7 @@ class UnusedRows:
     Attributes:
         count: Their number. It is at least 1.
         rows: The number of all rows.
-        probabilities: Their probability together after each token of a text, or None if it was not measured.
+        probabilities: Their total probability after each token of a text, or None if it was not measured.
         reason: Why it was not measured.
     """
 
@@ -51,7 +52,7 @@ class UnusedRows:
     def __str__(self) -> str:
         """Return a line for the user."""
         first = f"{self.count} of the {self.rows} rows of the embedding have no token"
-        last = "training leaves them out of every softmax, transformers and inference servers do not"
+        last = "training leaves them out of every softmax, but transformers and inference servers do not"
         if self.probabilities is None:
             return f"{first}; their probability was not measured, because {self.reason}; {last}"
         mean, largest = sum(self.probabilities) / len(self.probabilities), max(self.probabilities)
@@ -60,7 +61,7 @@ class UnusedRows:
 
 
 def find_unused_rows(directory: Path, runs_model: bool = True) -> UnusedRows | None:
-    """Return the rows without a token of a language model's Hugging Face directory, or None if each has one.
+    """Return the rows without a token in a language model's Hugging Face directory, or None if each row has one.
 
     Without a tokenizer each row counts as a token's. If `runs_model`, their probability is measured by a forward pass
     of transformers on the CPU.

@@ -1,6 +1,6 @@
 """Parse the command line, compose and check the configuration, and call the command.
 
-Only commands that need torch import it, so that help and error messages come at once.
+Only commands that need torch import it, so that help and error messages appear at once.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _run_doctor(parsed: argparse.Namespace) -> int:
 
 
 def _check_early(config: RunConfig, command: str) -> None:
-    """Make the checks that need no torch. Only `train` writes to the output directory, which may hold a run already."""
+    """Run the checks that need no torch. Only `train` writes to the output directory, which may hold a run already."""
     from rl_megatron.cli.early_checks import check_data, check_early, check_losses
     from rl_megatron.runs.rerun import refuse_changes
 
@@ -203,7 +203,7 @@ def _show_composition(parsed: argparse.Namespace) -> int:
     if not log.is_main_rank():
         return 0
     if parsed.hydra_help:
-        print(f"Options of Hydra: rl-megatron {parsed.command} --help\nOverrides: https://hydra.cc, and key=value\n")
+        print(f"Options of Hydra: rl-megatron {parsed.command} --help\nOverrides: key=value; see https://hydra.cc\n")
         print(list_presets(parsed.config_dir), end="")
         return 0
     if "=" in parsed.info:  # an override after --info was parsed as its value

@@ -57,7 +57,7 @@ def export_checkpoint(
         max_shard_size: The largest file of weights, such as "5GB"; None for the default.
         merge: Whether adapters are merged into their base.
         adapter: The name of the only adapter to write; None for all.
-        cut_vocabulary: Whether to leave out the rows of the embedding and the head that no token has.
+        cut_vocabulary: Whether to leave out the rows of the embedding and the head that belong to no token.
     """
     if Path(source).is_dir() and not (Path(source) / MANIFEST).is_file():
         remedy = describe_missing_checkpoint(
@@ -67,10 +67,10 @@ def export_checkpoint(
     limit = MAX_SHARD_BYTES if max_shard_size is None else parse_size(max_shard_size)
     is_adapter = check_export(Path(source), Path(target), adapter)
     if merge and not is_adapter:
-        raise ConfigError(f"--merge is for an adapter, and checkpoint {source} holds a whole model; leave it out")
+        raise ConfigError(f"--merge is for an adapter, but checkpoint {source} holds a whole model; leave it out")
     if cut_vocabulary and is_adapter and not merge:
         raise ConfigError(
-            f"--cut-vocabulary is for whole models, and checkpoint {source} holds an adapter; add --merge, or leave it "
+            f"--cut-vocabulary is for whole models, but checkpoint {source} holds an adapter; add --merge, or leave it "
             "out"
         )
     from rl_megatron.checkpoint import hf_convert, unused_rows  # here, because they import torch and megatron-core

@@ -1,7 +1,7 @@
 """Make the checks that need neither torch nor megatron-core, so that mistakes in paths and files are reported at once.
 
-The checks are functions of the packages that use what is checked, and the preflight makes them again on every rank.
-Each section of the configuration that names files has a check.
+The checks are functions of the packages that use the checked files, and the preflight repeats them on every rank. Each
+section of the configuration that names files has a check.
 
 Every rank makes these checks, so that no rank waits for one that has found a mistake. With several ranks, only the
 preflight imports reward functions: here each rank would run the user's file, and the preflight runs it on the first

@@ -26,7 +26,7 @@ def add_weights(weights: str, overrides: list[str]) -> list[str]:
     if "=" in weights and not Path(weights).exists():
         raise ConfigError(f"eval {weights}: the weights come first, as in rl-megatron eval CHECKPOINT {weights}")
     if any(text.startswith("init_from=") for text in overrides):
-        raise ConfigError(f"eval evaluates {weights}, and init_from names other weights; leave init_from out")
+        raise ConfigError(f"eval evaluates {weights}, but init_from names other weights; leave init_from out")
     return [*overrides, format_override("init_from", weights)]
 
 
@@ -45,7 +45,7 @@ class PreparedEvaluation:
 
 
 def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedEvaluation:
-    """Make the directory of the results, and make all checks that need no torch."""
+    """Create the directory of the results, and run all checks that need no torch."""
     stage, weights, output = config.first, Path(str(config.init_from)), Path(options.output)
     if not stage.eval.sets:
         raise ConfigError("eval.sets is empty, so there is nothing to evaluate on; set it, or choose an experiment")

@@ -49,7 +49,7 @@ def prepare_run(config: RunConfig, options: argparse.Namespace) -> RunConfig:
         raise ConfigError(f"--stage {name}: the run has no such stage{nearest(name, config.stages)}")
     if config.init_from is None:
         raise ConfigError(
-            "init_from is not set, and generate needs trained weights; set init_from=CHECKPOINT, or to a Hugging Face "
+            "init_from is not set, but generate needs trained weights; set init_from=CHECKPOINT, or to a Hugging Face "
             "directory"
         )
     stage, weights = config.stages[name], Path(config.init_from)
@@ -121,7 +121,7 @@ def generate(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def _describe_sampling(stage: StageConfig, options: argparse.Namespace) -> dict[str, object]:
-    """Return the settings on which completions of the same prompts and weights depend. Greedy ones need no seed."""
+    """Return the settings on which completions of the same prompts and weights depend. Greedy ones have no seed."""
     generation = stage.generation
     greedy = options.greedy or generation.temperature == 0
     shared = {key: getattr(generation, key) for key in ("max_new_tokens", "stop_tokens", "stop_strings")}
@@ -163,7 +163,7 @@ def _find_tokenizer(stage: StageConfig, weights: Path) -> str:
     directory = find_imported_tokenizer(weights) or find_run_tokenizer(weights)
     if directory is None:
         raise ConfigError(
-            f"init_from={weights} lies in no run's output_dir, so its tokenizer is not known; set tokenizer.path to "
+            f"init_from={weights} is in no run's output_dir, so its tokenizer is not known; set tokenizer.path to "
             "the tokenizer directory of the run that made the checkpoint"
         )
     return str(directory)

@@ -1,4 +1,4 @@
-"""Start ranks as torchrun does, whose arguments it takes, and end in one clear way: `rl_megatron.cli.launcher`.
+"""Start ranks with torchrun's arguments, and report one clear end of the run: `rl_megatron.cli.launcher`.
 
 It differs from `torchrun` in how it handles the ends of ranks, and in its store:
 
@@ -7,8 +7,8 @@ It differs from `torchrun` in how it handles the ends of ranks, and in its store
 - Ranks that found bad input, or that ended because they were asked to, are not started again.
 - A rank that does not end after another one has ended well is named and killed.
 - Instead of torchrun's report, one line reports which rank failed first and how. The exit status is that of this rank.
-- On one node, only this machine reaches the store in which ranks meet, and the store has no pickles. torchrun listens
-  at all interfaces, and reads a pickle from the store every few seconds.
+- On one node, only this machine reaches the store of the rendezvous, and the store has no pickles. torchrun listens on
+  all interfaces, and reads a pickle from the store every few seconds.
 - On several nodes that meet by the rendezvous `c10d`, that pickle may contain only classes that describe a rendezvous.
 """
 
@@ -106,7 +106,7 @@ class RunAgent(LocalElasticAgent):
         return result
 
     def _kill_remaining_ranks(self, worker_group: WorkerGroup) -> None:
-        """Kill the ranks that still run long after another one has ended with status 0, such as a stopped process."""
+        """Kill the ranks that still run long after another one has ended with status 0, such as suspended ones."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         left = {number: handler.proc.pid for number, handler in handlers.items() if handler.proc.poll() is None}
         if len(left) == len(handlers):
@@ -175,7 +175,7 @@ def _report(failures: dict[int, ProcessFailure]) -> int:
 
 
 class _OneNodeRendezvous(StaticTCPRendezvous):
-    """The rendezvous of the only node, with a store that listens at the loopback address."""
+    """The rendezvous of the only node, with a store that listens on the loopback address."""
 
     def __init__(self, parameters: RendezvousParameters):
         listening = socket.create_server((_LOOPBACK, 0))
@@ -186,12 +186,12 @@ class _OneNodeRendezvous(StaticTCPRendezvous):
         )
 
     def get_backend(self) -> str:
-        """Return the name under which it is registered."""
+        """Return the name under which the rendezvous is registered."""
         return _ONE_NODE
 
 
 class _RendezvousUnpickler(pickle.Unpickler):
-    """An unpickler of the state in the store of nodes that meet by `c10d`, to which others may write."""
+    """An unpickler of the state of a `c10d` rendezvous, which is in a store that others may write to."""
 
     def find_class(self, module: str, name: str) -> object:
         """Return a class that describes a rendezvous."""
@@ -201,7 +201,7 @@ class _RendezvousUnpickler(pickle.Unpickler):
 
 
 def _meet_safely(parsed: argparse.Namespace) -> None:
-    """Let the nodes meet without unpickling code from others, as the module's docstring describes."""
+    """Make the rendezvous unpickle no code from others, as the module's docstring describes."""
     dynamic_rendezvous.pickle = SimpleNamespace(  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
         dumps=pickle.dumps, loads=lambda data: _RendezvousUnpickler(io.BytesIO(data)).load(),
         PickleError=pickle.PickleError,

@@ -15,10 +15,10 @@ COMPOSED = {
     "certify": "compare the layout of these ranks with one process: loss, every gradient, logprobs, metrics",
     "generate": "complete the prompts of a file on any rollout engine, and write completions with logprobs",
     "eval": "evaluate a checkpoint or a Hugging Face directory on the sets of eval.sets",
-    "plan": "compute the memory, FLOPs and estimated time of a stage on a cluster, or search a layout; needs no GPU",
+    "plan": "compute the memory, FLOPs and estimated time of a stage on a cluster, or search layouts; needs no GPU",
     "doctor": "check this machine, and what an experiment needs of it: versions, GPUs, network, storage, ports",
     "serve": "start the servers of the rollout engine on this node, for a run on other nodes",
-    "balance": "divide a job's nodes between training and the rollout engine, as a run has measured it",
+    "balance": "divide a job's nodes between training and the rollout engine, by a run's measured times",
     "show-batch": "show every token that the model sees in a step, with its loss mask, or the prompts of a step",
 }
 # The commands that read no configuration.
@@ -161,7 +161,7 @@ def _add_show_batch(command: argparse.ArgumentParser) -> None:
 
 def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("--stage", metavar="NAME", help="the stage; by default the last that completes prompts")
-    command.add_argument("--host", metavar="ADDRESS", help="the address to bind to, such as 0.0.0.0; by default host's")
+    command.add_argument("--host", metavar="ADDRESS", help="the address to bind to, such as 0.0.0.0; default: key host")
     port = "the port of the first server; the next ones follow; by default that of the configuration"
     command.add_argument("--port", type=int, metavar="N", help=port)
 
@@ -169,14 +169,14 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
 def _add_balance(command: argparse.ArgumentParser) -> None:
     command.add_argument("--nodes", type=int, required=True, metavar="N", help="the number of nodes of the job")
     command.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="ranks of a node; by default 8")
-    first = "nodes for servers as long as nothing was measured; by default half of them"
+    first = "nodes for servers until a step has been measured; by default half of the nodes"
     command.add_argument("--engine-nodes", type=int, metavar="N", help=first)
 
 
 def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument("--nodes", type=int, default=1, metavar="N", help="the number of nodes; by default 1")
     command.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node; by default 8")
-    command.add_argument("--gpu", default="h100", metavar="NAME", help="the GPU, as docs/plan.md names it; or h100")
+    command.add_argument("--gpu", default="h100", metavar="NAME", help="a GPU named in docs/plan.md; default: h100")
     command.add_argument("--stage", metavar="NAME", help="the stage; by default the last")
     how = command.add_mutually_exclusive_group()
     how.add_argument("--exact", action="store_true", help="run all layers; by default deep stacks run at two depths")
@@ -192,7 +192,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
 def _add_generate(command: argparse.ArgumentParser) -> None:
     prompts = "a file, pattern or directory of prompts: JSON lines, Parquet, or text with a prompt on each line"
     command.add_argument("--prompts", metavar="PATH", required=True, help=prompts)
-    output = "the file of completions, as JSON lines; a command that was killed continues it"
+    output = "the file of completions, as JSON lines; if it is incomplete, the command continues it"
     command.add_argument("--output", metavar="FILE", required=True, help=output)
     command.add_argument("--samples-per-prompt", "-n", type=int, default=1, metavar="N", help="completions per prompt")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="the seed of sampling; by default 0")
@@ -216,7 +216,7 @@ def _add_rollouts(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--step", type=int, metavar="N", help="the step; by default all")
     command.add_argument("--min-reward", type=float, metavar="X", help="the lowest reward that is shown")
     command.add_argument("--max-reward", type=float, metavar="X", help="the highest reward that is shown")
-    command.add_argument("--prompt", metavar="TEXT", help="a text that prompts must have")
+    command.add_argument("--prompt", metavar="TEXT", help="show only prompts that contain this text")
     command.add_argument(
         "--limit", type=int, default=10, metavar="N", help="trajectories that are shown; by default 10"
     )
@@ -226,7 +226,7 @@ def _add_rollouts(commands: argparse._SubParsersAction) -> None:
 def _add_eval(command: argparse.ArgumentParser) -> None:
     weights = "the weights: a checkpoint, or a Hugging Face directory"
     command.add_argument("weights", metavar="CHECKPOINT|HF_DIR", help=weights)
-    output = "the directory of the results; a command that was killed continues it"
+    output = "the directory of the results; if they are incomplete, the command continues them"
     command.add_argument("--output", metavar="DIR", required=True, help=output)
     baseline = "the --output of another evaluation, with which every problem is compared"
     command.add_argument("--baseline", metavar="DIR", help=baseline)
@@ -244,15 +244,15 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
         if name == "export":
             limit = "largest file of weights, such as 500MB or 5GB (the default)"
             direction.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help=limit)
-            cut = "leave out the rows of the embedding and the head that no token of the tokenizer has"
+            cut = "leave out the rows of the embedding and the head that belong to no token of the tokenizer"
             direction.add_argument("--cut-vocabulary", action="store_true", help=cut)
             how = direction.add_mutually_exclusive_group()
-            merge = "of adapters: their base with all of them merged, instead of a directory for peft"
+            merge = "for adapters: write their base with all of them merged, instead of a directory for peft"
             how.add_argument("--merge", action="store_true", help=merge)
-            alone = "of adapters: the one of this name alone; by default all, in subdirectories of their names"
+            alone = "for adapters: write only the one with this name; by default all, in subdirectories of their names"
             how.add_argument("--adapter", metavar="NAME", help=alone)
         else:
-            base = "of adapters, as peft writes them: the checkpoint of the model that they were trained on"
+            base = "for adapters in peft's format: the checkpoint of the model that they were trained on"
             direction.add_argument("--base", metavar="CHECKPOINT", help=base)
         _add_plugins(direction)
 

@@ -1,4 +1,4 @@
-"""Start the servers of a run's rollout engine on this node (`rl-megatron serve`), and tell the run where they are."""
+"""Start the servers of a run's rollout engine on this node (`rl-megatron serve`), and set their addresses in runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 def set_server_nodes(config: RunConfig, nodes: str | None) -> RunConfig:
-    """Return the run with rollout engines on the servers of `rl-megatron serve` on `nodes`: HOST:PORT, with commas.
+    """Return the run with rollout engines on the servers that `rl-megatron serve` runs on `nodes` (HOST:PORT,…).
 
     Without `nodes`, return `config`.
     """
@@ -38,7 +38,7 @@ def set_server_nodes(config: RunConfig, nodes: str | None) -> RunConfig:
 
 
 def serve(config: RunConfig, options: argparse.Namespace) -> int:
-    """Start the servers of a stage's rollout engine, run them until a signal comes, and return the exit status."""
+    """Start the servers of a stage's rollout engine, run them until a signal arrives, and return the exit status."""
     stages = {name: _set_address(stage, options) for name, stage in _choose_stages(config, options.stage).items()}
     from rl_megatron.generation.engines import ENGINES
     from rl_megatron.generation.interfaces import EngineFailed

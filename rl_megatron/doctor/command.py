@@ -50,7 +50,7 @@ def doctor(config: RunConfig | None, check_early: Callable[[RunConfig], None], a
             width = None if sys.stdout.isatty() else _WIDTH_IN_FILES
             print_report(findings, transfers, Console(width=width, highlight=False))
     problems = count_state(findings, "problem")
-    if problems and "WORLD_SIZE" in os.environ:  # the launcher reports nothing else then
+    if problems and "WORLD_SIZE" in os.environ:  # otherwise the launcher would report no reason
         failed = [finding.message for finding in findings if finding.check == "communication" and not transfers]
         log.error(f"doctor: {failed[0] if failed else summarize(findings)}", on_every_node=bool(failed))
     return 1 if problems else 0

@@ -35,10 +35,10 @@ def join_ranks(device: str, timeout_minutes: float = _TIMEOUT_MINUTES) -> tuple[
     except RuntimeError as error:  # torch raises it for addresses, interfaces and timeouts alike
         remedy = (
             "check MASTER_ADDR, firewalls between the nodes, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; "
-            "NCCL_DEBUG=INFO says more"
+            "NCCL_DEBUG=INFO logs more"
         )
         reason = str(error).split("\n")[0]
-        message = f"the ranks of {socket.gethostname()} do not reach the others: {reason}"
+        message = f"the ranks of {socket.gethostname()} cannot reach the others: {reason}"
         return None, [problem(_CHECK, message, remedy)]
     if probe.item() != dist.get_world_size():
         message = f"a sum of ones over {dist.get_world_size()} ranks is {probe.item():g}"

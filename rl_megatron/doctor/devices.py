@@ -82,7 +82,7 @@ def check_devices(
     if not gpus.names:
         if device == "cuda":
             remedy = "use device=cpu, or start the container with --gpus all"
-            return [problem(_CHECK, "device=cuda, and there is no NVIDIA GPU or driver", remedy)]
+            return [problem(_CHECK, "device=cuda, but there is no NVIDIA GPU or driver", remedy)]
         return [ok(_CHECK, f"no NVIDIA GPU: ranks compute on {os.cpu_count()} CPU cores")]
     findings = [*_check_build(gpus, installed), *_check_ranks(gpus, environment), *_check_use(gpus)]
     cuda = "" if gpus.cuda is None else f", for CUDA up to {gpus.cuda[0]}.{gpus.cuda[1]}"
@@ -93,7 +93,7 @@ def check_devices(
 def _check_build(gpus: Gpus, installed: Installed) -> list[Finding]:
     """Compare torch's CUDA version with the driver's. Within a major version, an older driver is enough."""
     if installed.find_module("torch") is None:
-        return []  # the versions report it
+        return []  # `check_versions` reports it
     cuda = installed.find_torch_cuda()
     if cuda is None:
         remedy = "install a CUDA build of torch, as https://pytorch.org/get-started says, or set device=cpu"
@@ -103,7 +103,7 @@ def _check_build(gpus: Gpus, installed: Installed) -> list[Finding]:
         return [
             problem(
                 _CHECK,
-                f"driver {gpus.driver} supports CUDA up to {gpus.cuda[0]}.{gpus.cuda[1]}, and torch is built for CUDA "
+                f"driver {gpus.driver} supports CUDA up to {gpus.cuda[0]}.{gpus.cuda[1]}, but torch is built for CUDA "
                 f"{cuda[0]}.{cuda[1]}",
                 f"update the driver, or install a build of torch for CUDA {gpus.cuda[0]}",
             )
@@ -121,7 +121,7 @@ def _check_ranks(gpus: Gpus, environment: Mapping[str, str]) -> list[Finding]:
     return [
         problem(
             _CHECK,
-            f"{text} ranks on this node, and {num_gpus} GPU(s){note}",
+            f"{text} ranks on this node, but {num_gpus} GPU(s){note}",
             "start at most as many ranks on a node as it has GPUs (NPROC_PER_NODE), or set device=cpu",
         )
     ]

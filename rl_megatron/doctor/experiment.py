@@ -78,7 +78,7 @@ def check_tokenizer(config: RunConfig) -> list[Finding]:
 
 
 def check_servers(config: RunConfig) -> list[Finding]:
-    """Check that the Python of the servers that the run starts has a version that was tried."""
+    """Check that the Python environments of servers that the run starts have a tested version of the server."""
     findings = []
     checked = set()
     for stage in config.stages.values():
@@ -115,6 +115,6 @@ def _check_python(engine: str, python: str, key: str, needs_plugin: bool) -> lis
         message = f"{key}={python} has {name} {version}, with which this package was not tried"
         return [problem(name, message, f"install {' or '.join(tried)}; {remedy}")]
     if needs_plugin and plugin == "-":
-        message = f"{key}={python} has {name} {version} but not this package, whose plugin takes the weights"
+        message = f"{key}={python} has {name} {version} but not this package, whose plugin receives the weights"
         return [problem(name, message, remedy)]
     return [ok(name, f"{version} ({python})")]

@@ -54,12 +54,12 @@ def ok(check: str, message: str) -> Finding:
 
 
 def warning(check: str, message: str, remedy: str) -> Finding:
-    """Return a finding despite which a run works."""
+    """Return a finding of something that is slow or untested, although a run works."""
     return Finding(check, "warning", message, remedy)
 
 
 def problem(check: str, message: str, remedy: str) -> Finding:
-    """Return a finding with which a run fails or gives wrong results."""
+    """Return a finding of something that makes a run fail or give wrong results."""
     return Finding(check, "problem", message, remedy)
 
 

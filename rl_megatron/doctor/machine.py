@@ -38,7 +38,7 @@ def check_shared_memory(config: RunConfig | None = None, path: Path = SHARED_MEM
     if free < max(_MIN_SHARED, needed):
         why = f"generation.refit={refit} needs {_format_mib(needed)}" if needed > _MIN_SHARED else "NCCL needs more"
         remedy = _MORE_SHARED + ("; or lower generation.refit_bucket_mb" if needed > _MIN_SHARED else "")
-        return [problem("shared memory", f"{path} has {_format_mib(free)} free, and {why}", remedy)]
+        return [problem("shared memory", f"{path} has {_format_mib(free)} free, but {why}", remedy)]
     if free < _USUAL_SHARED:
         return [warning("shared memory", f"{path} has only {_format_mib(free)} free", _MORE_SHARED)]
     return [ok("shared memory", f"{path} has {_format_mib(free)} free")]
@@ -48,7 +48,7 @@ def check_limits_of_programs(config: RunConfig | None = None) -> list[Finding]:
     """Check that the system can limit what programs of the model do, if the run has such programs."""
     if config is None or not any(stage.runs_programs for stage in config.stages.values()):
         return []
-    check, remedy = "programs of the model", "docs/security.md says what is open; run the whole job in a container"
+    check, remedy = "programs of the model", "docs/security.md lists what is open; run the whole job in a container"
     missing = [warning(check, remark, remedy) for remark in find_missing_limits()]
     return missing or [ok(check, "all limits can be set")]
 
@@ -58,7 +58,7 @@ def _format_mib(size: float) -> str:
 
 
 def check_ports(config: RunConfig | None = None, environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Check that the ports are free at which ranks and servers of this node will listen.
+    """Check that the ports on which ranks and servers of this node will listen are free.
 
     MASTER_PORT is checked only if no launcher has started ranks, because a launcher uses it.
     """
@@ -79,7 +79,7 @@ def check_ports(config: RunConfig | None = None, environment: Mapping[str, str] 
             if obstacle is not None:
                 message = f"{section.key}.port={section.port}: a server cannot listen at port {number}: {obstacle}"
                 findings.append(problem("ports", message, f"set {section.key}.port=null, which takes a free port"))
-    message = f"free: {', '.join(map(str, checked))}" if checked else "none is fixed; free ones are taken"
+    message = f"free: {', '.join(map(str, checked))}" if checked else "none is fixed; free ones are chosen"
     return findings or [ok("ports", message)]
 
 

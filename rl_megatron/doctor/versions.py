@@ -24,10 +24,7 @@ _CUDA_OF_TORCH = re.compile(r"^cuda\b.*=\s*['\"](\d+)\.(\d+)", re.MULTILINE)  # 
 
 
 class Installed:
-    """The distributions and modules in directories such as those of `sys.path`, found without importing any of them.
-
-    Without `path`, they are those of `sys.path`.
-    """
+    """The distributions and modules in `path`, by default `sys.path`, found without importing any of them."""
 
     def __init__(self, path: Sequence[str] | None = None):
         self._path = None if path is None else list(path)
@@ -85,7 +82,7 @@ def _check_python(installed: Installed, python: tuple[int, int]) -> list[Finding
             problem("versions", f"{name}: this package needs 3.11 or newer", "PYTHON=python3.12 scripts/install.sh")
         ]
     if text is None:
-        return []  # the ranges report it
+        return []  # `_check_ranges` reports it
     version = Version(text)
     if python == (3, 11) and version > _LAST_FOR_311:
         return [

@@ -57,7 +57,7 @@ class EvalJob:
 
 @dataclass(frozen=True)
 class _SetFile:
-    """A set, and the file of its scored completions, with which a command that was killed continues."""
+    """A set, and the file of its scored completions, from which a repeated command continues."""
 
     eval_set: EvalSet
     file: CompletionsFile
@@ -66,7 +66,7 @@ class _SetFile:
 def evaluate_weights(job: EvalJob) -> int:
     """Write the results of all sets, and return the exit status, the same on all ranks.
 
-    Completions that the output has already are not generated again.
+    Completions that the output already has are not generated again.
     """
     opened: list[_SetFile] = []
 
@@ -103,7 +103,7 @@ def _evaluate_weights(job: EvalJob, opened: list[_SetFile]) -> None:
 
 
 def _open_sets(job: EvalJob, ranks: Ranks) -> list[_SetFile]:
-    """Return the sets with their files, whose weights and settings are those of the job."""
+    """Return the sets with their files, which record the job's weights and settings."""
     stage = job.stage
     check_vocabulary(stage.model, job.tokenizer.vocab_size)
     check_engine(stage, job.tokenizer.vocab_size)
@@ -148,7 +148,7 @@ def _generate(one: _SetFile, done: int, engine: RolloutEngine, runner: RolloutRu
 
 
 def _build_lines(completions: ScoredCompletions, first: int, done: int) -> Iterator[dict[str, object]]:
-    """Yield the line of each completion of a block, whose first number is `first`, from number `done` on."""
+    """Yield the lines of a block of completions, numbered from `first`, leaving out numbers below `done`."""
     columns = (completions.texts, completions.rewards, completions.lengths, completions.truncated)
     for number, (text, reward, length, truncated) in enumerate(zip(*columns, strict=True), first):
         if number >= done:

@@ -35,7 +35,7 @@ from rl_megatron.topology.ranks import Ranks, leave_together
 from rl_megatron.topology.topology import Topology, start_topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
-_SECONDS_PER_LINE = 30.0  # of progress, if the console is not a terminal
+_SECONDS_PER_LINE = 30.0  # between lines of progress, if the console is not a terminal
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class CompletionJob:
 def complete_prompts(job: CompletionJob) -> int:
     """Write the completions of all prompts, and return the exit status, the same on all ranks.
 
-    Completions that the output has already are not generated again. If the command fails, rank 0 prints one line that
-    says why.
+    Completions that the output already has are not generated again. If the command fails, rank 0 prints the cause in
+    one line.
     """
     return run_command(lambda: _complete_prompts(job), job.output.close)
 
@@ -106,7 +106,7 @@ def _complete_prompts(job: CompletionJob) -> None:
     sampling = ranks.all_or_none(lambda: _check_sampling(job))
     done = ranks.share(job.output.open, (ConfigError,))
     if done:
-        log.LOGGER.info("%s: %d of %d completions are there already", job.output.path, done, job.num_completions)
+        log.LOGGER.info("%s: %d of %d completions exist already", job.output.path, done, job.num_completions)
     if done >= job.num_completions:
         return
     with load_engine(stage, job.weights, job.tokenizer, layout, job.output.path.parent, sampling) as engine:
@@ -123,7 +123,7 @@ def _check_sampling(job: CompletionJob) -> Sampling:
 def load_engine(
     stage: StageConfig, weights: Path, tokenizer: Tokenizer, layout: Topology, directory: Path, sampling: Sampling
 ) -> Iterator[RolloutEngine]:
-    """Yield the stage's rollout engine with trained weights, and close it afterwards. There is no optimizer.
+    """Yield the stage's rollout engine with trained weights but no optimizer, and close it afterwards.
 
     `weights` is a checkpoint or a Hugging Face directory. The engine shares files with its processes in `directory`,
     and the logprob check uses `sampling`.
@@ -152,8 +152,8 @@ def load_engine(
 def _generate(job: CompletionJob, sampling: Sampling, engine: RolloutEngine, done: int, ranks: Ranks) -> None:
     """Generate the completions from number `done` on, and write them block by block.
 
-    The random numbers of a completion depend on `--seed`, on the number of its block and on its number there. They do
-    not depend on where the command continues, on the engine, or on what is decoded together.
+    The random numbers of a completion depend on `--seed`, on the number of its block and on its index in the block.
+    They do not depend on where the command continues, on the engine, or on what is decoded together.
     """
     total, began, tokens, first = job.num_completions, time.perf_counter(), 0, done
     with _show_progress(total) as show:
@@ -202,9 +202,9 @@ def _build_lines(
 
 @contextmanager
 def _show_progress(total: int) -> Iterator[Callable[[int, int], None]]:
-    """Show how many completions are done, on rank 0. Yield a function that takes the start and size of each block.
+    """Show the number of completions on rank 0. Yield a function to call with the start and size of each block.
 
-    Within a block, the engine's own reports count.
+    Within a block, the progress reports of the engine are shown.
     """
     console = Console(stderr=True, quiet=not log.is_main_rank())
     columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())

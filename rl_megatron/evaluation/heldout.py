@@ -1,6 +1,6 @@
 """Evaluation on held-out data: likelihood of text, preference within pairs, and accuracy by a task's rewards.
 
-The kind of the held-out data decides which evaluation a stage has. A plugin's data source with a new kind of data
+The kind of the held-out data determines the evaluation of a stage. A plugin's data source with a new kind of data
 registers an evaluation for it.
 """
 

@@ -28,7 +28,7 @@ from rl_megatron.rollouts.runner import RolloutRunner
 from rl_megatron.rollouts.scored import Scored, ScoredRollouts
 from rl_megatron.topology.ranks import Ranks
 
-# Completions that are generated together. Their random numbers depend on it.
+# How many completions are generated together. Their random numbers depend on this number.
 COMPLETIONS_PER_BLOCK = 1024
 SEED = 0  # the same in all runs, so that evaluations of two runs can be compared
 
@@ -52,7 +52,7 @@ class EvalSet:
     """One set of problems. It owns the workers that score its completions.
 
     Completion number i is sample i // P of problem i % P, for P problems. Its random numbers depend on its number
-    alone, so more samples of the same problems leave the first ones as they are.
+    alone, so a larger `n` does not change the first samples.
 
     Attributes:
         digest: The digest of everything that completions depend on besides the weights.
@@ -139,7 +139,7 @@ class EvalSet:
 
 
 class EvalSets:
-    """The sets of one stage, whose results of every problem are written to the run's `output_dir`."""
+    """The sets of one stage. The results of every problem are written to the run's `output_dir`."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class EvalSets:
 
 
 def is_multiple(step: int, every: int) -> bool:
-    """Return whether something that happens every `every` steps is due after a step; 0 is never."""
+    """Return whether something that happens every `every` steps is due after a step; 0 means never."""
     return bool(every) and step % every == 0
 
 

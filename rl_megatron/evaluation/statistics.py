@@ -43,7 +43,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Change:
-    """The mean difference of a mean over the same problems, with the two-sided p-value of no change."""
+    """The mean difference between two evaluations of the same problems, with the two-sided p-value of no change."""
 
     mean: float
     standard_error: float
@@ -117,11 +117,11 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def paired_change(now: Sequence[float], start: Sequence[float]) -> Change | None:
-    """Return how much the mean over problems has changed, from one value of each problem then and now.
+    """Return the change of the mean over problems, given one value of each problem now and at the start.
 
-    Differences within problems leave out how hard the problems are, so that smaller changes can be seen. The p-value is
-    that of a t-test with one degree of freedom less than there are problems. If all problems changed by the same
-    amount, a t-test has no answer, and the p-value is that of a test with random signs: 2 / 2^problems.
+    Differences within problems do not vary with how hard the problems are, so smaller changes can be detected. The
+    p-value is that of a t-test with one degree of freedom less than there are problems. If all problems changed by the
+    same amount, t is undefined, and the p-value is that of a test with random signs: 2 / 2^problems.
 
     Returns:
         The change, or None if there is only one problem.

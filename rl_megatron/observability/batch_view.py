@@ -13,7 +13,7 @@ from rich.text import Text
 
 _TRAINED = ("black on green", "black on bright_green")  # in turns, so that token boundaries are visible
 _SPECIAL = "bold magenta"
-_BAR_WIDTH = 48  # columns of a pack
+_BAR_WIDTH = 48  # characters of a pack's bar
 _LEGEND = (
     ("⟦trained⟧", _TRAINED[0], "counts in the loss"),
     ("«special»", _SPECIAL, "one special token, not text"),
@@ -215,7 +215,7 @@ def _colour(tokens: Sequence[Token]) -> Text:
 
 
 def _show_texts(tokens: Sequence[Token]) -> list[str]:
-    """Return the text of each token, in which no whitespace is invisible.
+    """Return the text of each token, with marks for whitespace that would not be seen.
 
     A space is also shown as `·` if it begins or ends a run of trained or of untrained tokens.
     """

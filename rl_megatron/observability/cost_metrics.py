@@ -47,7 +47,7 @@ def _declare_speed(name: str, unit: str, meaning: str, healthy: str = "") -> Met
 
 
 def _declare_times() -> Iterator[Metric]:
-    yield _declare_seconds("step", "The wall-clock time since the training line before, to which its phases add up.")
+    yield _declare_seconds("step", "The wall-clock time since the previous training line; the phases add up to it.")
     for name, doing in OUTER_PHASES.items():
         yield _declare_seconds(name, f"The time of {doing}.")
     yield _declare_seconds("other", "The time of the step that belongs to no phase.")

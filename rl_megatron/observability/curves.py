@@ -1,6 +1,6 @@
 """Draw curves as SVG, for pages that need no other file.
 
-matplotlib finds the ticks, but does not draw, because it takes 0.1 s for a chart and a page has dozens of charts.
+matplotlib only finds the ticks: drawing with it takes 0.1 s for a chart, and a page has dozens of charts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _COLOURS = (
     "#2c6fbb", "#d1622b", "#2f9e62", "#8a4fb5", "#b8436d", "#7a6a2f", "#3c8d9e", "#75757d", "#a0c02b", "#d8a62a",
 )  # fmt: skip
 _MIN_SMOOTHED = 20  # points: a shorter curve is not smoothed
-_WINDOW_SHARE = 0.05  # of the points, over which a smoothed curve averages
+_WINDOW_SHARE = 0.05  # the window of a smoothed curve, as a share of its points
 
 
 def draw_lines(title: str, curves: Mapping[str, Points], *, logarithmic: bool = False) -> str:
@@ -129,7 +129,7 @@ class _Chart:
             )
 
     def to_svg(self) -> str:
-        """Return the element."""
+        """Return the SVG element."""
         return (
             f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" xmlns="http://www.w3.org/2000/svg" '
             f'font-family="system-ui, sans-serif">{"".join(self._elements)}</svg>'

@@ -1,4 +1,4 @@
-"""How the starts of a run ended: attempts.jsonl, failure.json, and the first failure, which all ranks learn of."""
+"""Records of how starts of a run ended: attempts.jsonl, failure.json, and the first failure, for all ranks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class FailureFile:
         self.has_begun = False
 
     def begin(self, is_writer: bool) -> None:
-        """Let `write` write; if `is_writer`, keep the file of an earlier attempt under another name."""
+        """Let `write` write from now on. If `is_writer`, rename the file of an earlier attempt."""
         self.has_begun = True
         if is_writer and self.path.is_file():
             self.path.replace(self.path.with_name(_EARLIER_FAILURE))
@@ -82,7 +82,7 @@ class FailureFile:
     def write(self, content: Mapping[str, object], what: str) -> str:
         """Write the file. Return a sentence that tells where `what` is, or why no file has it."""
         if not self.has_begun:
-            return f"No file has {what}, because the run has not begun its output_dir"
+            return f"No file has {what}, because the run has not yet written to output_dir"
         try:
             disk.replace_file(self.path, json.dumps(content, indent=1) + "\n")
         except OSError as error:  # a full disk must not hide the report
@@ -91,7 +91,7 @@ class FailureFile:
 
 
 def record_failure(error: BaseException, rank: int, place: Place, on_all_ranks: bool) -> dict[str, object]:
-    """Return the content of failure.json for an error of a rank; `on_all_ranks` if all ranks raise it alike."""
+    """Return the content of failure.json for an error of a rank; `on_all_ranks` means that all ranks raise it."""
     is_lost = isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
     return {
         "kind": "lost" if is_lost else "error",
@@ -116,8 +116,8 @@ def describe_failure(failure: dict[str, Any], written: str) -> str:
     rank = f"rank {failure['rank']} on {failure['host']} (process {failure['pid']})"
     if failure["kind"] == "lost":
         what = (
-            f"{rank} lost another rank, which ended without a message ({failure['place']}): look for a rank that was "
-            "killed, in the line of the launcher and in the log of its node"
+            f"{rank} lost another rank, which ended without a message ({failure['place']}): find the rank that was "
+            "killed in the launcher's message and in the log of its node"
         )
     else:
         what = f"{rank} failed ({failure['place']}): {failure['message']}, at {failure['at']}"
@@ -131,7 +131,7 @@ class FirstFailure:
         self._store = store
 
     def record(self, failure: dict[str, Any]) -> dict[str, Any]:
-        """Record a failure unless one is recorded. Return the one that is."""
+        """Record a failure unless one is recorded already, and return the recorded one."""
         return json.loads(self._store.compare_set(_FIRST, "", json.dumps(failure)))
 
     def get(self) -> dict[str, Any] | None:
@@ -139,13 +139,13 @@ class FirstFailure:
         return json.loads(self._store.get(_FIRST)) if self._store.check([_FIRST]) else None
 
     def has_been_reported(self) -> bool:
-        """Return whether a rank has written it to the run's directory and printed it."""
+        """Return whether a rank has written the first failure to the run's directory and printed it."""
         return self._store.check([_REPORTED])
 
     def mark_reported(self) -> None:
-        """Record that it was reported."""
+        """Record that the first failure was reported."""
         self._store.set(_REPORTED, "1")
 
     def count_informed(self, ranks: int = 1) -> int:
-        """Add ranks to those that know of the failure and end. Return their number."""
+        """Count `ranks` more that know of the failure and end. Return the total."""
         return self._store.add(_INFORMED, ranks)

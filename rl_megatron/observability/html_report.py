@@ -44,7 +44,7 @@ _SPEED = (
     ("packing efficiency (share)", ("packing_efficiency",), False),
 )
 _PHASE, _PEAK = ("time_", "_s"), ("peak_memory_", "_gb")  # prefixes and suffixes of metrics
-_OTHERS = "Other metrics"  # the heading of charts that are folded
+_OTHERS = "Other metrics"  # the heading of charts that are collapsed
 
 
 def write_html_report(output_dir: Path) -> None:
@@ -273,7 +273,7 @@ def _choose_distinct_names(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 class ReportPages:
-    """The rewriting of report.html during a run: from time to time, in a process of low priority."""
+    """The updates of report.html during a run, by a process of low priority."""
 
     def __init__(self, output_dir: Path, seconds: float = _SECONDS_BETWEEN_PAGES):
         self._output_dir, self._seconds = output_dir, seconds

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _DISTRIBUTED = f"{Path('torch') / 'distributed'}/"
-_WRAPPERS = ("wrapper", "<lambda>")  # torch logs calls of collectives by a decorator
+_WRAPPERS = ("wrapper", "<lambda>")  # of the decorator with which torch logs calls of collectives
 _UNKNOWN_LINE = "an unknown line"
 _MAIN_FRAMES, _OTHER_FRAMES = 40, 8  # the innermost frames of a stack that are kept
 _STACK_REQUESTS = "stacks/wanted"  # the key that counts requests for stacks
@@ -44,7 +44,7 @@ class Place(NamedTuple):
         phase: The innermost phase that runs, or None.
         phase_number: How often the phase has changed since the stage began.
         done: How many items of a long call are done.
-        total: How many it has; 0 if nothing was counted in this phase.
+        total: How many items the call has; 0 if nothing was counted in this phase.
         noun: What the items are, such as "microbatches".
     """
 
@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Return a key that is smaller on a rank that lags. It does not count microbatches."""
+        """Return a sort key that is smaller on a rank that lags. It ignores microbatches."""
         return self.stage_number, self.step, self.phase_number
 
     @property
@@ -100,7 +100,7 @@ class Position:
         self._move_to(self.place._replace(phase=phase, phase_number=number, done=0, total=0, noun=""))
 
     def update_progress(self, done: int, total: int, noun: str, detail: str = "") -> None:
-        """Take a progress report (`log.report_progress`)."""
+        """Record a progress report (`log.report_progress`)."""
         self._move_to(self.place._replace(done=done, total=total, noun=noun))
 
     def _move_to(self, place: Place) -> None:
@@ -163,8 +163,8 @@ class Heartbeat:
             store: A connection to the store that no other thread uses.
             rank: This rank.
             position: The position of the main thread.
-            longest_interval: The most seconds that count between two heartbeats. A process that was stopped and
-                continues does not count the time in between.
+            longest_interval: The most seconds that are counted between two heartbeats, so that the time for which a
+                process is suspended is not.
         """
         self._store, self._rank, self._position, self._longest_interval = store, rank, position, longest_interval
         self._host, self._answered_requests = socket.gethostname(), 0
@@ -225,7 +225,7 @@ def list_answers(store: Store, request: int) -> list[int]:
 
 
 def take_stacks(store: Store, request: int, ranks: list[int]) -> list[dict[str, object]]:
-    """Return the stacks of the ranks, equal ones once, and delete them from the store."""
+    """Return the stacks of the ranks, with one entry for equal stacks, and delete them from the store."""
     keys = [f"stacks/{request}/{rank}" for rank in ranks]
     ranks_by_stack: dict[str, list[int]] = {}
     for rank, text in zip(ranks, store.multi_get(keys) if keys else [], strict=True):
@@ -239,7 +239,7 @@ def take_stacks(store: Store, request: int, ranks: list[int]) -> list[dict[str, 
 
 
 class Wait(NamedTuple):
-    """What a thread does.
+    """The activity of a thread.
 
     Attributes:
         collective: The function of torch.distributed in which it waits, or None.

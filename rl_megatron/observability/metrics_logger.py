@@ -124,7 +124,7 @@ class MetricsLogger:
             self._writes.finish()
         except Exception as error:
             log.LOGGER.warning(
-                "%s: the last lines of metrics are not written (%s); their steps come again when the run continues",
+                "%s: the last lines of metrics are not written (%s); their steps are repeated when the run continues",
                 *(self.output_dir, disk.describe(error, self.output_dir)),
             )
         sinks, self._sinks = self._sinks, []

@@ -20,7 +20,7 @@ _REFRESHES_PER_SECOND = 4
 _SECONDS_OF_AN_ACTIVITY = 0.5  # a shorter one is not shown: the line would flicker
 _BAR = (6, 30)  # the narrowest and the widest
 _ACTIVITY_WIDTH = 22  # kept free beside the bar: "generating 1000/1024"
-_STAGE_WIDTH = 14  # to which the name of a stage may be cut for the activity
+_STAGE_WIDTH = 14  # the least width to which a stage's name is cut for the activity
 _USUAL = ("train", "train_critic")  # phases that are only shown with a count
 # The activities that phases of the training loop (timing.py) are shown as.
 _ACTIVITIES = {

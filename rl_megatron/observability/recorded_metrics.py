@@ -30,7 +30,7 @@ class RecordedMetrics:
         return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Warn if the file does not begin with the lines that it had."""
+        """Warn if the file no longer begins with the content that it had."""
         if not state or not log.is_main_rank():
             return
         content = self._path.read_bytes()[: state["bytes"]] if self._path.is_file() else b""
@@ -42,10 +42,10 @@ class RecordedMetrics:
 
 
 def read_metric_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl or samples.jsonl. If others are left out, a warning names them.
+    """Return the valid lines of metrics.jsonl or samples.jsonl, and warn of each other line.
 
-    The unchanged file is then kept beside it, as metrics.damaged.jsonl. A last line without its end, which a killed run
-    leaves, is left out silently.
+    If there are others, the unchanged file is copied to metrics.damaged.jsonl. A truncated last line, which a killed
+    run leaves, is skipped silently.
     """
     lines: list[dict[str, Any]] = []
     text = path.read_text(errors="replace").splitlines()
@@ -61,7 +61,7 @@ def read_metric_lines(path: Path) -> list[dict[str, Any]]:
             damaged = path.with_name(f"{path.stem}.damaged{path.suffix}")
             shutil.copyfile(path, damaged)
             log.LOGGER.warning(
-                "%s:%d is not a line of metrics, and is left out; the file as it was is now %s",
+                "%s:%d is not a line of metrics, and is left out; %s is a copy of the file as it was",
                 *(path, number, damaged.name),
             )
     return lines

@@ -49,7 +49,7 @@ def write_report(
     # Plain text that is not wrapped in a narrow terminal, because users copy it.
     lines = [f"{summary['seconds']:.0f} s on {summary['layout']}", f"Written to {output_dir}"]
     if not is_written:
-        lines = [f"All stages were complete before, and nothing was trained: {output_dir} is as it was"]
+        lines = [f"All stages were complete before, and nothing was trained: {output_dir} is unchanged"]
     if next_commands:
         lines += [
             "",

@@ -69,7 +69,7 @@ class RecordedRun:
 
     @property
     def state(self) -> str:
-        """Return whether the run is complete, stopped, failed or hangs, or runs as far as its files show."""
+        """Return the state of the run, as its files show it: complete, stopped, failed, hanging or running."""
         if self.failure is not None:
             return "failed" if self.failure.get("kind") == "error" else "hangs"
         if self.attempts and "how" not in self.attempts[-1]:
@@ -116,7 +116,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _join_attempts(lines: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return one entry for each start, from the lines about its begin and its end."""
+    """Return one entry for each start, from the lines about its beginning and its end."""
     attempts: list[dict[str, str]] = []
     for line in lines:
         if "began" in line:

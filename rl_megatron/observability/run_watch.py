@@ -18,15 +18,15 @@ _LONGEST_INTERVAL = 5.0  # seconds between two heartbeats
 _INTERVALS_PER_LIMIT = 8
 _INTERVALS_TO_REPORT = 3  # a hang is found this much before the limit, so that its report comes within the limit
 _SECONDS_TO_REPORT = 10.0  # how much longer than `seconds_to_end` a rank waits for the store
-_SECONDS_AFTER_A_LOSS = 5.0  # for which rank 0 keeps the store for the others if a rank was lost
+_SECONDS_AFTER_A_LOSS = 5.0  # how long rank 0 keeps the store for the other ranks if a rank was lost
 _TRACEBACK = "the traceback"
 
 
 class RunWatch:
     """The watch of one run on this rank. It owns the position, two threads, and their connections to the store.
 
-    The first thread writes heartbeats and reads those of the others; it blocks if the store does not answer. The second
-    thread notices that.
+    The first thread writes heartbeats and reads those of other ranks; it blocks if the store does not answer. The
+    second thread detects this.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class RunWatch:
         """Prepare the watch.
 
         Args:
-            store: The store in which the ranks met; None watches nothing.
+            store: The store of the ranks' rendezvous; None disables the watch.
             rank: This rank.
             world_size: The number of ranks.
-            limit: `train.hang_report_seconds`; 0 watches nothing.
+            limit: `train.hang_report_seconds`; 0 disables the watch.
             timeout_minutes: `train.collective_timeout_minutes`.
             file: Where reports are written.
             seconds_to_end: How long a rank may still run after another rank failed.
@@ -83,7 +83,7 @@ class RunWatch:
             thread.join(2 * self._interval)  # it may wait for a store that has ended
 
     def begin_writing(self) -> None:
-        """Let reports be written to the output directory, which is this run's from now on."""
+        """Let reports be written to the output directory, which belongs to this run from now on."""
         self.file.begin(self._rank == 0)
 
     def report_error(self, error: BaseException, on_all_ranks: bool) -> None:
@@ -139,7 +139,7 @@ class RunWatch:
         log.error(self._own_failure["message"])  # for the launcher only; rank 0 has printed it
 
     def _report_failure(self, shared: FirstFailure, first: dict[str, Any]) -> None:
-        """Write failure.json and print the paragraph, once in this process."""
+        """Write failure.json and print the failure, once in this process."""
         with self._lock:
             if self._has_reported or shared.has_been_reported():
                 return
@@ -213,12 +213,12 @@ class RunWatch:
             _end_process()
 
     def _end_in_time(self) -> None:
-        """End this process unless its main thread ends in time. It does not use the store any more."""
+        """End this process unless its main thread ends in time, without using the store."""
         if not self._stop.wait(self._seconds_to_end):
             _end_process()
 
     def _watch_store(self) -> None:
-        """Report that the store does not answer, if the first thread is stuck for as long as a rank may be silent."""
+        """Report a store that does not answer: the first thread has been stuck for as long as a rank may be silent."""
         ticks, silent, last = -1, 0.0, time.monotonic()
         while not self._stop.wait(self._interval) and self._others_failed_at is None:
             now = time.monotonic()

@@ -1,6 +1,6 @@
 """Sinks of services: Weights & Biases, MLflow, SwanLab, Trackio and Prometheus.
 
-A run that is started again continues its run of the service. Except for Prometheus, a sink is opened and called in the
+A run that is started again continues its run in the service. Except for Prometheus, a sink is opened and called in the
 thread of a `QueuedSink`.
 """
 
@@ -44,7 +44,7 @@ class WandbSink:
     """A run of Weights & Biases, with `<stage>/<kind>/<metric>` over `<stage>/step`."""
 
     def __init__(self, settings: WandbConfig, output_dir: Path, info: RunInfo):
-        """Begin the run, or continue the one whose id wandb_run.json has."""
+        """Begin the run, or continue the one whose id is in wandb_run.json."""
         import wandb  # slow to import, and only rank 0 needs it
 
         self._exit_code = 0
@@ -70,8 +70,8 @@ class WandbSink:
                 silent=True,
                 finish_timeout=_FINISH_SECONDS,
                 disable_code=True,
-                disable_git=True,  # it would send the difference to the commit as well
-                x_disable_meta=True,  # it would send the command, which may hold secrets
+                disable_git=True,  # wandb would also send uncommitted changes
+                x_disable_meta=True,  # wandb would send the command, which may hold secrets
             ),
         )
 
@@ -97,7 +97,7 @@ class MlflowSink:
     """A run of MLflow, with `<stage>/<kind>/<metric>` at the steps of the stage."""
 
     def __init__(self, settings: MlflowConfig, output_dir: Path, info: RunInfo):
-        """Begin the run, or continue the one whose id mlflow_run.json has."""
+        """Begin the run, or continue the one whose id is in mlflow_run.json."""
         import mlflow  # slow to import, and only rank 0 needs it
         from mlflow.entities import Metric, Param, RunTag
 
@@ -168,7 +168,7 @@ class SwanlabSink:
     """A run of SwanLab, with `<stage>/<kind>/<metric>` at the steps of the stage."""
 
     def __init__(self, settings: SwanlabConfig, output_dir: Path, info: RunInfo):
-        """Begin the run, or continue the one whose id swanlab_run.json has."""
+        """Begin the run, or continue the one whose id is in swanlab_run.json."""
         import swanlab  # slow to import, and only rank 0 needs it
 
         destination = {"project": settings.project, "workspace": settings.workspace, "mode": settings.mode}
@@ -216,7 +216,7 @@ class TrackioSink:
     """A run of Trackio, with `<stage>/<kind>/<metric>` at the steps of the stage."""
 
     def __init__(self, settings: TrackioConfig, output_dir: Path, info: RunInfo):
-        """Begin the run, or continue the one whose name trackio_run.json has.
+        """Begin the run, or continue the one whose name is in trackio_run.json.
 
         Trackio identifies runs by their names, so a new run's name gets a unique suffix.
         """
@@ -275,7 +275,7 @@ class PrometheusSink:
 
     @property
     def port(self) -> int:
-        """Return the port at which it listens; `logger.prometheus.port=0` chooses a free one."""
+        """Return the port on which the server listens; `logger.prometheus.port=0` chooses a free one."""
         return self._server.server_port
 
     def begin_stage(self, stage: str, start: int) -> None:

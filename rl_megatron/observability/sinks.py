@@ -115,7 +115,7 @@ class JsonlSink:
         disk.append(self._path, (json.dumps(values) + "\n").encode())
 
     def close(self) -> None:
-        """Do nothing: every line was closed when it was written."""
+        """Do nothing: `write` closes the file after every line."""
 
 
 @register_sink("tensorboard")
@@ -142,7 +142,7 @@ class TensorBoardSink:
         self._append(step=line.step, summary=Summary(value=points))
 
     def close(self) -> None:
-        """Do nothing: every event was closed when it was written."""
+        """Do nothing: `write` closes the file after every event."""
 
     def _append(self, **values: object) -> None:
         # TensorBoard's own writer has a thread, which ends for good if the disk is full.
@@ -229,7 +229,7 @@ class QueuedSink:
             missing = self._num_received - self._num_written
         if self._thread.is_alive():
             log.LOGGER.warning(
-                "metric sink %s did not finish within %g s, and is left; %d of %d lines may be missing in it",
+                "metric sink %s did not finish within %g s, and was abandoned; %d of %d lines may be missing in it",
                 self._name, self._close_seconds, missing, self._num_received,
             )  # fmt: skip
         elif missing:

@@ -20,7 +20,7 @@ from rl_megatron.config.loggers import ProfileConfig
 from rl_megatron.timing import Phases, PhaseTimer, Span, collect_spans
 
 _MAX_ALLOCATIONS = 200_000  # in a snapshot of memory
-# The errors of a full disk: from writing, from torch's file without an end, and from gzip when it reads such a file.
+# The errors of a full disk: from writing, and from reading torch's truncated JSON file or a truncated gzip file.
 _WRITE_ERRORS = (OSError, ValueError, EOFError, zlib.error)
 
 
@@ -158,7 +158,7 @@ def _convert_events(trace: dict[str, Any], process: str) -> list[dict[str, objec
             device = event.get("pid")
             name = process if device == os.getpid() else f"{process}, {device}"
             changes = {"ts": event["ts"] + base, "process": name, "tid": str(event.get("tid"))}
-            if event["ph"] in ("s", "f"):  # an arrow, whose number other ranks have too
+            if event["ph"] in ("s", "f"):  # an arrow; other ranks use the same ids
                 changes["id"] = f"{process} {event.get('id')}"
             events.append(event | changes)
     return events

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _MAX_LISTED = 8  # ranks that are listed one by one
-_TICKS_FOR_STACKS = 3  # how many heartbeats ranks have to send their stacks
+_TICKS_FOR_STACKS = 3  # the number of heartbeats within which ranks should send their stacks
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class RankState:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Which rank hangs.
+    """The rank that hangs.
 
     Attributes:
         rank: The rank, or None if nothing tells the ranks apart.
-        seconds: For how long.
+        seconds: How long it has hung.
         reason: What the rank does, in words, after "rank N on HOST (process P)".
     """
 

@@ -1,7 +1,7 @@
 """Closed forms of the device memory of a rank. docs/sizing.md and docs/plan.md explain them.
 
-Parameters, gradients and optimizer state are exact. Activations are what the computation itself needs, with one
-assumption: every expert gets the same number of tokens.
+Parameters, gradients and optimizer state are exact. Activations are what the computation itself needs, if all experts
+get the same number of tokens.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class TrainingBytes:
 def training_bytes(
     shape: ShardedShape, rank: int, *, precision: str, distributed: bool, overlap: bool = False
 ) -> TrainingBytes:
-    """Return exactly what a rank allocates for the weights, the gradients and the optimizer state without adapters.
+    """Return the exact bytes that a rank allocates for weights, gradients and optimizer state, without adapters.
 
     Args:
         shape: The model in its layout.
         rank: The rank, from 0 to the world size − 1.
         precision: "bf16" or "fp32".
         distributed: `optimizer.distributed`. If it is set and several ranks hold the same weights, weights and
-            gradients are in buffers with alignment.
+            gradients are in aligned buffers.
         overlap: `optimizer.overlap`, which splits the buffers of the first stage into buckets.
     """
     rank_place = shape.place(rank)
@@ -63,10 +63,10 @@ def training_bytes(
 
 
 def mean_training_bytes(shape: ShardedShape, stage: int, *, precision: str, distributed: bool) -> TrainingBytes:
-    """Return the bytes of a model without alignment, with the mean of the optimizer state over the ranks of a stage.
+    """Return the bytes of a model without alignment; the optimizer state is the mean over the ranks of a stage.
 
-    With adapters, gradients and optimizer state are those of the adapters alone, so that they save the rest. It is fast
-    enough for thousands of layouts. `training_bytes` is larger by less than 1 %, if the model is not tiny.
+    With adapters, only trained modules have gradients and optimizer state. The function is fast enough for thousands of
+    layouts. Unless the model is tiny, `training_bytes` exceeds it by less than 1 %.
 
     Args:
         shape: The model in its layout.
@@ -76,7 +76,8 @@ def mean_training_bytes(shape: ShardedShape, stage: int, *, precision: str, dist
     """
     dense, experts = shape.trained_elements(stage)
     shards, expert_shards = (shape.data_shards, shape.expert_shards) if distributed else (1, 1)
-    whole = sum(shape.elements(stage)) + sum(shape.adapter_elements(stage)) + shape.whole_elements(stage)  # originals
+    # The last summand is the frozen originals of modules that are trained whole beside adapters.
+    whole = sum(shape.elements(stage)) + sum(shape.adapter_elements(stage)) + shape.whole_elements(stage)
     magnitudes = shape.magnitude_elements(stage)  # fp32 in any precision
     state = optimizer_bytes_per_element(precision) * ((dense - magnitudes) / shards + experts / expert_shards)
     return TrainingBytes(
@@ -87,9 +88,9 @@ def mean_training_bytes(shape: ShardedShape, stage: int, *, precision: str, dist
 
 
 def attention_elements(model: ModelConfig, kind: LayerKind) -> int:
-    """Return the elements of queries, keys, values and outputs of all heads that a token keeps for backward.
+    """Return the elements of a token's queries, keys, values and outputs of all heads that backward needs.
 
-    The gated delta rule computes in fp32, whose numbers count twice.
+    The gated delta rule computes in fp32, so its elements count twice.
     """
     if kind.has_delta_rule:
         return _delta_rule_elements(DeltaShape.from_model(model))
@@ -109,9 +110,9 @@ def _delta_rule_elements(shape: DeltaShape) -> int:
 
 
 def layer_activation_elements(model: ModelConfig, kind: LayerKind) -> int:
-    """Return the elements that a layer keeps of each token for backward, without recomputation.
+    """Return the elements that a layer keeps for the backward pass of one token, without recomputation.
 
-    They are the sums over tensor-parallel ranks, which split them under sequence parallelism.
+    They are summed over tensor-parallel ranks; under sequence parallelism, these ranks split all of them.
     """
     outside = 4 * model.hidden_size + attention_elements(model, kind)
     if not kind.has_experts:
@@ -122,15 +123,15 @@ def layer_activation_elements(model: ModelConfig, kind: LayerKind) -> int:
 
 
 def reading_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: str) -> float:
-    """Return the bytes that a rank of a stage holds while prompts are read into the cache of the embedded engine.
+    """Return the temporary bytes on a rank of a stage while the embedded engine reads prompts into its cache.
 
-    At that time, nothing is split between attention and MLP. megatron-core's calls hold a layer's input and the
-    embeddings until they return.
+    Activations between attention and MLP are then whole on every rank. megatron-core keeps a layer's input and the
+    embeddings until its calls return.
 
     Args:
         shape: The model in its layout.
         stage: The pipeline stage.
-        tokens: The tokens of a pass.
+        tokens: The tokens of a forward pass.
         precision: "bf16" or "fp32".
     """
     model, tensor = shape.model, shape.parallel.tensor
@@ -151,14 +152,14 @@ def reading_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: st
 def activation_bytes(
     shape: ShardedShape, stage: int, *, tokens: int, precision: str, microbatches: int | None = None
 ) -> float:
-    """Return the bytes of activations on a rank of a stage, at the moment of the step when they are most.
+    """Return the peak bytes of activations on a rank of a stage during a step.
 
     Args:
         shape: The model in its layout.
         stage: The pipeline stage.
         tokens: The tokens of a microbatch, over all ranks that share it.
         precision: "bf16" or "fp32".
-        microbatches: The microbatches of an optimizer step, or None if they fill the pipeline.
+        microbatches: The microbatches of an optimizer step, or None for as many as fill the pipeline.
     """
     model, held = shape.model, _microbatches_in_flight(shape, stage, microbatches)
     bytes_by_kind = [
@@ -173,9 +174,9 @@ def activation_bytes(
 
 
 def backward_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: str) -> float:
-    """Return the bytes of temporary tensors while the backward pass of an MLP runs.
+    """Return the bytes of temporary tensors during the backward pass of an MLP.
 
-    They are the activation, which is computed again, and the gradients of gate and up.
+    They are the recomputed activation, and the gradients of gate and up.
 
     Args:
         shape: The model in its layout.
@@ -193,7 +194,7 @@ def backward_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: s
 
 
 def layer_activation_bytes(shape: ShardedShape, kind: LayerKind, *, tokens: int, precision: str) -> float:
-    """Return the bytes that a layer keeps of a microbatch for backward on one rank, without recomputation.
+    """Return the bytes that a layer keeps on one rank for a microbatch's backward pass, without recomputation.
 
     Args:
         shape: The model in its layout.
@@ -211,7 +212,7 @@ def layer_activation_bytes(shape: ShardedShape, kind: LayerKind, *, tokens: int,
     elements = between * whole + local / parallel.tensor * rest
     if kind.has_delta_rule:
         return element_bytes(precision) * elements
-    keys = tokens / parallel.tensor  # under context parallelism, a rank gathers those of whole sequences
+    keys = tokens / parallel.tensor  # under context parallelism, a rank gathers the keys of whole sequences
     if parallel.context > 1:
         elements += keys * cached_elements(model)
     if model.sliding_window is not None or precision == "fp32":
@@ -220,18 +221,18 @@ def layer_activation_bytes(shape: ShardedShape, kind: LayerKind, *, tokens: int,
 
 
 def _repeated_elements(model: ModelConfig) -> int:
-    """Return the elements of a token's keys and values as GPUs repeat them for each query head, or 0.
+    """Return the elements of a token's keys and values repeated for each query head, or 0 without grouped queries.
 
-    The kernel for grouped queries supports neither windows nor fp32.
+    GPUs need the repetition because the kernel for grouped queries supports neither windows nor fp32.
     """
     times = model.num_attention_heads // model.num_query_groups
     return times * cached_elements(model) if times > 1 else 0
 
 
 def _microbatches_in_flight(shape: ShardedShape, stage: int, microbatches: int | None) -> float:
-    """Return how many microbatches of all its layers a stage holds at once.
+    """Return how many microbatches' activations a stage holds at once; a microbatch counts all layers of the stage.
 
-    An interleaved first stage holds 1 + (p − 1) / (p · v) times as many as one that is not interleaved.
+    With p stages of v model chunks, the first stage holds 1 + (p − 1) / (p · v) times as many as without interleaving.
     """
     parallel = shape.parallel
     depth, per_stage = parallel.pipeline, parallel.virtual_pipeline
@@ -249,7 +250,7 @@ def logits_bytes(shape: ShardedShape, *, tokens: int, precision: str, fused_head
         shape: The model in its layout.
         tokens: The tokens of a microbatch, over all ranks that share it.
         precision: "bf16" or "fp32".
-        fused_head: `train.fused_head`: one token block at a time.
+        fused_head: `train.fused_head`, which computes logits for one token block at a time.
     """
     places = tokens / shape.parallel.context
     if fused_head:
@@ -258,13 +259,13 @@ def logits_bytes(shape: ShardedShape, *, tokens: int, precision: str, fused_head
 
 
 def cache_bytes(shape: ShardedShape, stage: int, *, sequences: int, columns: int, precision: str) -> int:
-    """Return the bytes of the embedded engine's keys and values, and of states, on a rank of a stage.
+    """Return the bytes of the embedded engine's cache on a rank of a stage: keys, values, and delta-rule states.
 
     Args:
         shape: The model in its layout.
         stage: The pipeline stage.
         sequences: The sequences that are decoded together.
-        columns: The tokens of the longest prompt and of a completion.
+        columns: The tokens of the longest prompt plus those of a completion.
         precision: "bf16" or "fp32".
     """
     slots, width = -(-sequences // 8) * 8 + 1, -(-columns // 32) * 32
@@ -277,13 +278,13 @@ def cache_bytes(shape: ShardedShape, stage: int, *, sequences: int, columns: int
 
 
 def _state_bytes(shape: DeltaShape, precision: str) -> int:
-    """Return the bytes of a sequence's states in a layer with the gated delta rule; the memory has fp32."""
+    """Return the bytes of a sequence's states in a layer with the gated delta rule; its memory is in fp32."""
     memory = element_bytes("fp32") * shape.values * shape.key * shape.value
     return shape.groups * (memory + element_bytes(precision) * (shape.kernel - 1) * shape.convolved)
 
 
 def cached_elements(model: ModelConfig) -> int:
-    """Return the elements of a token's keys and values in a layer, of all heads. Latents are not kept instead."""
+    """Return the cached elements of a token in a layer: keys and values of all heads, also with latent attention."""
     if model.kv_lora_rank is None:
         return 2 * head_size(model) * model.num_query_groups
     head_shape = LatentShape.from_model(model)

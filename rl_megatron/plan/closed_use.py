@@ -1,7 +1,7 @@
-"""What a rank uses in each phase, by closed forms alone: for the search over layouts, and if nothing is run.
+"""What a rank uses in each phase, by closed forms alone: for the search over layouts and for `--closed-forms`.
 
-Parameters, gradients, optimizer state and FLOPs are exact, up to alignment. Activations, operators, the bytes that they
-read and write, and collectives are estimates: docs/plan.md has the formulas.
+Parameters, gradients, optimizer state and FLOPs are exact, up to alignment. Activations, collectives, operators, and
+the bytes that operators read and write are estimates: docs/plan.md has the formulas.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rl_megatron.plan import closed_forms
 from rl_megatron.plan.phases import Collective, PhaseName, PhaseUse, RankKind, RankUse
 from rl_megatron.plan.settings import BatchShape, Settings
 
-# Operators of a layer's forward pass, without experts, of each expert, of a microbatch's loss with its gradient, and of
-# an optimizer step, as counted on the portable layers.
+# The numbers of operators, as counted on the portable layers: in a layer's forward pass without experts, in each
+# expert, in a microbatch's loss with its gradient, and in an optimizer step.
 _OPERATORS_PER_LAYER, _OPERATORS_PER_EXPERT, _OPERATORS_PER_LOSS, _OPERATORS_PER_OPTIMIZER = 14, 8, 300, 20
 # How often a forward and a backward pass read or write what a layer keeps for backward.
 _PASSES_OVER_ACTIVATIONS = 14
 _FORWARD_PASSES = 5  # of these, in a forward pass alone
-# What the optimizer reads and writes, as a multiple of its state: also the gradient and the weight, and all twice.
+# Bytes that the optimizer moves, as a multiple of its state (bf16): the state in and out, gradient and weight once.
 _UPDATE_TRAFFIC = 2.5
 
 
@@ -147,7 +147,7 @@ class _Phases:
         )  # fmt: skip
 
     def _generate(self) -> PhaseUse:
-        """Return what the embedded engine uses: prompts are read, and then each token is a forward pass."""
+        """Return what the embedded engine uses to read the prompts, and then for one forward pass per token."""
         settings, shape = self._settings, self._shape
         together, prompt, tensor = settings.decoded_together, settings.prompt_tokens, shape.parallel.tensor
         columns = prompt + settings.response_tokens
@@ -183,7 +183,7 @@ class _Phases:
         )
 
     def _refit(self) -> PhaseUse:
-        """Return what it takes to fill the buckets of a weight sync, while the policy's gradients are freed."""
+        """Return what a weight sync uses: it fills its buckets while the policy's gradients are freed."""
         settings, dense_and_experts = self._settings, sum(self._shape.elements(self._stage))
         alone = replace(self._shape, parallel=ParallelConfig(), world_size=1)  # every rank fills buckets of all weights
         whole = sum(alone.elements(0)) * self._size
@@ -191,7 +191,7 @@ class _Phases:
         buffers = min(whole, max(settings.bucket_bytes, largest))
         if not settings.sends_adapter:
             buffers *= min(2, -(-whole // settings.bucket_bytes))
-        else:  # the buffer is that of the base, which engines get when they start
+        else:  # the largest buffer is for the base model, which engines are sent when they start
             whole = (sum(alone.adapter_elements(0)) + alone.whole_elements(0)) * self._size
         number = -(-whole // settings.bucket_bytes)
         sums = Collective("all_reduce", "world", self._shape.world_size, whole // number, number)
@@ -200,7 +200,7 @@ class _Phases:
         return PhaseUse("refit", peak, peak.total - buffers, memory_bytes=4 * whole, collectives=(sums,))
 
     def _with_offload(self, refit: PhaseUse) -> PhaseUse:
-        """Return a weight sync, with the optimizer state on the host if servers take its place during the sync."""
+        """Return the use of a weight sync; if servers need the memory, the optimizer state is on the host meanwhile."""
         settings, (shape, distributed) = self._settings, self._settings.models[0]
         if settings.servers is None or not settings.servers.releases_memory:
             return refit
@@ -232,7 +232,7 @@ class _Phases:
             yield Collective("all_gather", "context", parallel.context, keys, attentions * forwards)
             if backwards:
                 yield Collective("reduce_scatter", "context", parallel.context, keys, attentions * backwards)
-        if parallel.context > 1 and self._delta_layers:  # ranks exchange tokens for groups, and back
+        if parallel.context > 1 and self._delta_layers:  # from slices of tokens to slices of head groups, and back
             shape, calls = DeltaShape.from_model(model), count * self._delta_layers * both
             for width in (shape.recurrent, shape.values * shape.value):
                 sent = round(local * shape.groups * width / parallel.tensor * self._size)
@@ -250,7 +250,7 @@ class _Phases:
     def _list_expert_collectives(self, routed: int, count: int, passes: int) -> Iterator[Collective]:
         """Yield the collectives that send tokens to experts and back, in `passes` passes of `count` microbatches.
 
-        `routed` are the bytes of a rank's tokens in a microbatch, once for each of their experts.
+        `routed` is the size in bytes of a rank's tokens in a microbatch, counted once for each of their experts.
         """
         parallel, calls = self._shape.parallel, count * self._expert_layers * passes
         if parallel.expert > 1:
@@ -275,7 +275,7 @@ class _Phases:
                 yield Collective("all_reduce", "data", size, gradients, steps)
 
     def _bytes_of_layer(self, tokens: int) -> float:
-        """Return the bytes that the largest layer of the stage keeps of that many tokens."""
+        """Return the bytes that the stage's largest layer keeps for the backward pass of that many tokens."""
         return max(
             closed_forms.layer_activation_bytes(self._shape, kind, tokens=tokens, precision=self._settings.precision)
             for kind in self._kinds

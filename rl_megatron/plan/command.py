@@ -37,7 +37,7 @@ from rl_megatron.plan.workload import Critic, Workload
 _WIDTH_IN_FILES = 150  # wide enough for the tables
 _MOST_RANKS = 16_384
 _CLOSED_FORMS = (
-    "Closed forms: FLOPs are exact; parameters, gradients and optimizer state leave out alignment, less than 1%; "
+    "Closed forms: FLOPs are exact; parameters, gradients and optimizer state omit alignment (below 1%); "
     "activations, operators and bytes are estimates (docs/plan.md)."
 )
 
@@ -61,8 +61,8 @@ def plan(config: RunConfig, section: PlanConfig, options: argparse.Namespace) ->
         )
     if stage.model.vocab_size is None and stage.tokenizer.path is None:
         log.LOGGER.warning(
-            "model.vocab_size=null: planned with tokenizer.vocab_size=%d; set model.vocab_size to the rows of the "
-            "model's embedding",
+            "model.vocab_size=null: the plan uses tokenizer.vocab_size=%d; set model.vocab_size to the number of rows "
+            "of the model's embedding",
             stage.tokenizer.vocab_size,
         )
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILES, highlight=False)
@@ -114,7 +114,7 @@ def build_workload(stage: StageConfig, world_size: int, section: PlanConfig) -> 
 
 
 def _choose_lengths(stage: StageConfig, section: PlanConfig) -> tuple[int, int]:
-    """Return the tokens of a prompt and of a response, by default all that the model and the stage allow."""
+    """Return the tokens of a prompt and of a response, by default the most that the model and the stage allow."""
     longest = stage.model.max_sequence_length
     reads_windows = stage.algorithm.learns_from == DOCUMENTS
     prompt = (0 if reads_windows else longest // 2) if section.prompt_tokens is None else section.prompt_tokens
@@ -125,14 +125,14 @@ def _choose_lengths(stage: StageConfig, section: PlanConfig) -> tuple[int, int]:
             response = min(response, stage.generation.max_new_tokens)
     if response < 1:
         raise ConfigError(
-            f"plan.prompt_tokens={prompt} leaves no response: model.max_sequence_length={longest}; lower the one or "
-            "raise the other"
+            f"plan.prompt_tokens={prompt} leaves no response tokens: model.max_sequence_length={longest}; lower the "
+            "one or raise the other"
         )
     return prompt, response
 
 
 def _find_vocab_size(stage: StageConfig) -> int:
-    """Return the vocabulary: the model's, or that of a tokenizer which the run would train."""
+    """Return the vocabulary size of the model, or of the tokenizer that the run would train."""
     if stage.model.vocab_size is not None:
         return stage.model.vocab_size
     if stage.tokenizer.path is not None:
@@ -171,18 +171,18 @@ def _build_report(
 
 
 def _note_backend(stage: StageConfig) -> list[str]:
-    """Return a note if the run itself may take Transformer Engine's layers and optimizer, or nothing."""
+    """Return a note if the run itself may use Transformer Engine's layers and optimizer, and otherwise no note."""
     backend = stage.model.backend
     is_taken = backend == "transformer_engine" or (
         backend == "auto" and importlib.util.find_spec("transformer_engine") is not None
     )
-    return ["It is the plan of portable layers and torch's Adam: Transformer Engine runs only on a GPU."] * is_taken
+    return ["The plan is for the portable layers and torch's Adam: Transformer Engine runs only on a GPU."] * is_taken
 
 
 def run_stages(workload: Workload, stages: Sequence[int], exact: bool, servers: Servers | None) -> tuple[RankUse, ...]:
     """Run the phases of a step on fake GPUs, as the first rank of each of these pipeline stages.
 
-    With `exact`, all layers are run. The memory of `servers` counts if they share the GPUs.
+    With `exact`, all layers are run. The memory of `servers` is added if they share the GPUs.
     """
     from rl_megatron.plan.run import count_use  # slow to import
 
@@ -229,7 +229,8 @@ def _run_best(
 ) -> dict[int, int]:
     """Run the best layouts until `wanted` of them fit, and return their peak bytes by position.
 
-    At most 3 · `wanted` are run, and if none of them fits, the one with the lowest peak by closed forms.
+    At most 3 · `wanted` layouts are run. If none of them fits, the one with the lowest peak by closed forms is run,
+    too.
     """
     peaks: dict[int, int] = {}
     if not wanted or not result.ranked:
@@ -255,7 +256,7 @@ def _run_best(
 def _explain_no_command(result: Search, verified: Mapping[int, int]) -> str:
     """Return why a search has no result, and what to do."""
     if not result.ranked:
-        return "No layout fits: take more or larger GPUs, shorter sequences, or a smaller model."
+        return "No layout fits: use more or larger GPUs, shorter sequences, or a smaller model."
     return (
         f"{len(verified)} of {len(result.ranked):,} layouts that fit by closed forms were run, and none of them fits: "
         "--verify N runs more"
@@ -272,7 +273,7 @@ def build_command_line(candidate: Candidate, options: argparse.Namespace, stage:
     return _launcher(cluster) + shlex.join(words)
 
 
-# Keys that the search chooses: an override of the user's must not stay beside them.
+# Keys that the search chooses, so that the user's overrides of them are dropped.
 _REPLACED = frozenset({"train.micro_batch_size", *(f"parallel.{field.name}" for field in fields(ParallelConfig))})
 
 

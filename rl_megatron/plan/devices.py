@@ -24,7 +24,7 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal GPUs.
+    """A cluster of equal nodes with equal GPUs.
 
     Attributes:
         link_gb_per_s: The bandwidth of a GPU within its node, in one direction.
@@ -50,7 +50,7 @@ class Cluster:
         """Return the cluster that the options and the section `plan` describe.
 
         Raises:
-            ConfigError: The table lacks the GPU or a link, and numbers are missing.
+            ConfigError: The table lacks the GPU or a link, and `plan` lacks its numbers.
         """
         for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
             if value < 1:
@@ -75,7 +75,7 @@ class Cluster:
 
 
 def _gpu(plan: PlanConfig, name: str) -> Gpu:
-    """Return a GPU of the table with the numbers of the section `plan`, or one of these numbers alone."""
+    """Return the table's GPU with the numbers of `plan` in place of its own; an unknown GPU needs all of them."""
     numbers = {
         "memory_gib": plan.gpu_memory_gib,
         "bf16_tflops": plan.gpu_bf16_tflops,

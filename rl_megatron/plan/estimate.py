@@ -15,13 +15,13 @@ from rl_megatron.plan.devices import Cluster
 from rl_megatron.plan.phases import Collective, PhaseName, PhaseUse, RankUse
 from rl_megatron.plan.settings import Settings
 
-SECONDS_PER_LAUNCH = 5e-6  # the host's time for one operator; it runs ahead of the GPU, unless operators are small
+SECONDS_PER_LAUNCH = 5e-6  # host time to launch an operator; the host runs ahead of the GPU unless operators are small
 _SECONDS_PER_COLLECTIVE = 20e-6  # in addition to the time for its bytes
-# The bytes that a rank sends, as a multiple of the whole tensor's bytes · (n − 1) / n.
+# The bytes that one of n ranks sends, as a multiple of the whole tensor's bytes · (n − 1) / n.
 _TIMES_SENT = {"all_reduce": 2.0}
 _ROLLOUT_PASSES = ("logprobs", "reference", "values")  # one pass over all sequences of a step, before its updates
 _SEQUENCE_PHASES = (*_ROLLOUT_PASSES, "train_critic", "train")  # whole sequences, in pipelined microbatches
-_OUTSIDE_STEP = ("build", "save")  # a step does not build, and rarely saves
+_OUTSIDE_STEP = ("build", "save")  # a step builds no model, and rarely saves a checkpoint
 _MESSAGES = frozenset({"send", "recv"})
 _WHOLE = _MESSAGES | {"broadcast"}  # these send the whole tensor
 
@@ -65,7 +65,7 @@ def estimate_phase(
         cluster: The cluster.
         parallel: The layout.
         precision: "bf16" or "fp32".
-        microbatches: The microbatches that follow each other in the pipeline without a pause.
+        microbatches: The microbatches that run in the pipeline back to back.
         computed_share: The share of the phase's operations that kernels compute.
     """
     compute = computed_share * use.flops / (cluster.compute_efficiency * cluster.gpu.tflops(precision) * 1e12)
@@ -91,9 +91,9 @@ def _waiting_share(use: PhaseUse, parallel: ParallelConfig, microbatches: int) -
 def estimate_collective(collective: Collective, cluster: Cluster, parallel: ParallelConfig) -> float:
     """Estimate the time of equal collectives: their bytes over the slowest link, and a latency for each.
 
-    Each GPU has a network card of its own. A ring over several nodes enters and leaves a node once for each of the
-    group's ranks there, so these share its bytes. In an all-to-all, each rank sends to ranks of its own node over the
-    link, and to all others over its own network card.
+    Each GPU has a network card of its own. A ring over several nodes enters and leaves each node once per rank of the
+    group in it, so the network cards of these ranks share the bytes. In an all-to-all, each rank sends to ranks of its
+    own node over the link, and to all others over its own network card.
     """
     size = collective.group_size
     if size < 2:
@@ -114,7 +114,7 @@ def estimate_collective(collective: Collective, cluster: Cluster, parallel: Para
 
 
 def _span(collective: Collective, cluster: Cluster, parallel: ParallelConfig) -> int:
-    """Return how many consecutive ranks the group of a collective lies in."""
+    """Return how many consecutive ranks the group of a collective spans."""
     stage_ranks = cluster.world_size // parallel.pipeline
     return {
         "tensor": parallel.tensor,
@@ -131,11 +131,11 @@ class StepEstimate:
     """An estimate of the time of a step.
 
     Attributes:
-        phases: The time of each phase, on the pipeline stage that takes longest for it.
+        phases: The time of each phase, on the pipeline stage that is slowest in it.
         uses: What that stage uses in the phase.
-        mfu: Model FLOPs utilisation of training: the operations that its result depends on, as a share of what the
-            GPUs can do in that time. Attention is causal, and the head counts for tokens that are learned from.
-        tokens_per_second: Tokens that all GPUs learn from in a second of the step, prompts included.
+        mfu: Model FLOPs utilisation of training: the operations that its result depends on, as a share of what the GPUs
+            can do in that time. Attention counts as causal, and the head only for tokens that are learned from.
+        tokens_per_second: Tokens of all GPUs' learned sequences per second of the step, prompts included.
     """
 
     phases: dict[str, PhaseSeconds]
@@ -166,10 +166,9 @@ def estimate_step(uses: Sequence[RankUse], settings: Settings, cluster: Cluster)
 
 
 def _model_flops(settings: Settings) -> float:
-    """Return the mean operations of a training step on a rank that its result depends on.
+    """Return the model FLOPs of a training step, as the mean over ranks: the operations that its result depends on.
 
-    The model FLOPs utilisation is their share of what the GPU can do in the time of the step. Padding does not count,
-    and the head counts for tokens that are learned from.
+    Padding does not count, and the head counts only for tokens that are learned from.
     """
     stages = settings.shape.parallel.pipeline
     whole = settings.microbatch
@@ -180,7 +179,7 @@ def _model_flops(settings: Settings) -> float:
 
 
 def _computed_share(settings: Settings, name: PhaseName, stage: int) -> float:
-    """Return the share of a phase's operations that kernels compute: causal attention skips pairs of tokens."""
+    """Return the share of a phase's operations that kernels compute: those of causal attention skip masked tokens."""
     reads = name in _ROLLOUT_PASSES
     if name not in _SEQUENCE_PHASES:
         return 1.0
@@ -194,9 +193,9 @@ def _computed_share(settings: Settings, name: PhaseName, stage: int) -> float:
 
 
 def choose_stages(settings: Settings, cluster: Cluster) -> list[int]:
-    """Choose the pipeline stages that represent all: first, last, and of the others the fullest and the slowest.
+    """Choose the pipeline stages to plan: the first, the last, and of the middle ones, the fullest and the slowest.
 
-    Closed forms find the fullest and the slowest. The stages are in their order.
+    Closed forms find the latter two. The stages are returned in their order.
     """
     first, *middle = settings.shape.stages_of_kinds()
     last = middle.pop() if middle else first
@@ -209,7 +208,7 @@ def choose_stages(settings: Settings, cluster: Cluster) -> list[int]:
 
 
 def apply_mean_lengths(use: RankUse, settings: Settings) -> RankUse:
-    """Return the mean use of a rank that was run with the longest responses. Peaks are unchanged."""
+    """Scale the use of a rank that was run with the longest responses to the mean length. Peaks are unchanged."""
     response_share = settings.mean_response_tokens / settings.response_tokens
     batches = settings.batches
     shares = {"generate": (response_share, response_share)}
@@ -222,7 +221,7 @@ def apply_mean_lengths(use: RankUse, settings: Settings) -> RankUse:
 
 
 def _scale(phase: PhaseUse, share: float, call_share: float) -> PhaseUse:
-    """Return a phase with a share of its operations and bytes, and a share of its calls."""
+    """Scale the operations and bytes of a phase by `share`, and the number of its calls by `call_share`."""
     if share == call_share == 1.0:
         return phase
     return replace(
@@ -244,5 +243,5 @@ def _scale(phase: PhaseUse, share: float, call_share: float) -> PhaseUse:
 
 
 def _is_of_tokens(collective: Collective) -> bool:
-    """Return whether a collective has activations, and not gradients or weights."""
+    """Return whether a collective communicates activations, not gradients or weights."""
     return collective.group in ("tensor", "context", "expert") or collective.kind in ("send", "recv")

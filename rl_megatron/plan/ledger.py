@@ -34,7 +34,7 @@ _GROUPS: dict[str, GroupName] = {
 }  # fmt: skip
 _TORCH = str(Path(torch.__file__).parent)
 _FAKE_CUDA = str(Path(fake_cuda.__file__).parent)
-_SKIPPED_FILES = (_FAKE_CUDA, transfer.__file__, __file__, "<")  # callers of these are of interest
+_SKIPPED_FILES = (_FAKE_CUDA, transfer.__file__, __file__, "<")  # operators called there count for the caller
 # Operators that allocate or rename memory, and launch nothing.
 _NO_KERNELS = {
     f"aten::{name}"
@@ -91,7 +91,7 @@ class Ledger(fake_cuda.Observer):
                 self._group_names.setdefault(group.group_name, _GROUPS[name])
 
     def label(self, tensors: Iterable[Tensor | None], category: str) -> None:
-        """Count the memory of tensors that exist as `category` from now on."""
+        """Count the memory of existing tensors as `category` from now on."""
         index = CATEGORIES.index(category)
         for tensor in tensors:
             allocation = None if tensor is None else self._allocations.get(tensor.untyped_storage()._cdata)
@@ -102,9 +102,9 @@ class Ledger(fake_cuda.Observer):
 
     @contextmanager
     def phase(self, name: PhaseName) -> Iterator[list[Measured]]:
-        """Count a phase within the block. The list has what it used when the block has ended.
+        """Count the block of a `with` statement as a phase. Its use is appended to the list when the block ends.
 
-        Memory that is labelled only at the end of "build" counts under its label, and what was freed as activations.
+        In "build", memory that is labelled at the end counts under its label, and freed memory counts as activations.
         """
         self._begin()
         result: list[Measured] = []
@@ -142,7 +142,7 @@ class Ledger(fake_cuda.Observer):
         self._change(self._allocations.pop(key), 0)
 
     def _change(self, allocation: _Allocation, num_bytes: int) -> None:
-        """Count an allocation with another size, and take note if the live bytes are most then."""
+        """Set the size of an allocation, and record the live bytes if they reach a new peak."""
         change, allocation.num_bytes = num_bytes - allocation.num_bytes, num_bytes
         if not allocation.on_device:
             self._host_now += change
@@ -215,9 +215,9 @@ class Ledger(fake_cuda.Observer):
 
 
 def _with_all_heads(operands: list[Any], before_query: int) -> list[object]:
-    """Return the shapes of query, keys and values with as many heads of keys as of queries, and all other operands.
+    """Return the operands, with query, keys and values as shapes that all have the query's number of heads.
 
-    The kernels repeat the heads of keys and values. The formulas of torch up to 2.12 do not know that.
+    The kernels repeat the heads of keys and values, which the formulas of torch up to 2.12 ignore.
     """
     query, *keys = (operand.shape for operand in operands[before_query : before_query + 3])
     shapes = [query, *((batch, query[1], length, size) for batch, _, length, size in keys)]
@@ -225,7 +225,7 @@ def _with_all_heads(operands: list[Any], before_query: int) -> list[object]:
 
 
 class _Allocation:
-    """One piece of memory."""
+    """The memory of one storage."""
 
     __slots__ = ("category", "num_bytes", "on_device", "location")
 
@@ -234,7 +234,7 @@ class _Allocation:
 
 
 def _relabel(peaks: dict[str, Live], end: Live) -> dict[str, Live]:
-    """Return peaks above `end` with the categories of `end`, and what was freed since as activations."""
+    """Return the peaks above `end` with the categories of `end`; memory that was freed since counts as activations."""
     index = CATEGORIES.index("activations")
     above = {location: sum(live) - sum(end) for location, live in peaks.items() if sum(live) > sum(end)}
     higher = {location: (*end[:index], end[index] + more, *end[index + 1 :]) for location, more in above.items()}
@@ -242,7 +242,7 @@ def _relabel(peaks: dict[str, Live], end: Live) -> dict[str, Live]:
 
 
 def _locate_call() -> str:
-    """Return "file:line" of the innermost call that is neither torch's nor the ledger's own."""
+    """Return "file:line" of the innermost call outside torch, fake CUDA and the ledger."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -253,7 +253,7 @@ def _locate_call() -> str:
 
 
 def locate_error(error: BaseException) -> str:
-    """Return "file:line" of the innermost call in which an error was raised, as `_locate_call` chooses it."""
+    """Return "file:line" of the innermost call in an error's traceback, chosen as in `_locate_call`."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     callers = [frame for frame in frames if not frame[0].startswith((_TORCH, *_SKIPPED_FILES))]
     name, line = (callers or frames)[-1]
@@ -261,7 +261,7 @@ def locate_error(error: BaseException) -> str:
 
 
 def short_name(path: str) -> str:
-    """Return a path from the directory of its package on, for rl_megatron and megatron-core, or the whole path."""
+    """Shorten a path in rl_megatron or megatron-core to start at the package; return other paths whole."""
     for package in ("megatron/core/", "rl_megatron/"):
         if package in path:
             return package + path.rpartition(package)[2]

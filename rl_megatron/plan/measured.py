@@ -1,4 +1,4 @@
-"""What a phase was measured to use, and what it would use with more microbatches, layers, tokens or steps."""
+"""The measured use of a phase, and extrapolations to more microbatches, layers, tokens or steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Measured:
     """The use of a phase on one rank.
 
     Attributes:
-        peaks: By the location (file and line) of an allocation, the live bytes after it, when they were most.
+        peaks: For each location (file and line) that allocates, the highest live bytes after one of its allocations.
         start_bytes: The live bytes at the beginning; `end_bytes` are those at the end.
         host_bytes: The host memory of the rank at its peak.
         timeline: (number of the operator, live bytes after it).
@@ -43,7 +43,7 @@ class Measured:
         return max(self.peaks.values(), key=sum)
 
     def start_at(self, start_bytes: int) -> Measured:
-        """Return the phase as it would be if more bytes were live at its beginning. They count as activations."""
+        """Return the phase as if `start_bytes` were live at its beginning. Additional bytes count as activations."""
         more, index = start_bytes - self.start_bytes, CATEGORIES.index("activations")
         peaks = {
             location: (*live[:index], live[index] + more, *live[index + 1 :]) for location, live in self.peaks.items()
@@ -101,8 +101,8 @@ def subtract(whole: Measured, more: Measured, less: Measured, factor: float) -> 
 def extrapolate_depth(shallow: Measured, deep: Measured, factor: float) -> Measured:
     """Return shallow + factor · (deep − shallow), memory included.
 
-    The peak of few layers may be at another location than the peak of many. So the live bytes are extrapolated
-    at each location, and the highest of them is the peak.
+    The peak of few layers may be at another location than the peak of many. So the live bytes are extrapolated for each
+    location, and the highest of them is the peak.
     """
     start_bytes = _extrapolate(shallow.start_bytes, deep.start_bytes, factor)
     end_bytes = _extrapolate(shallow.end_bytes, deep.end_bytes, factor)
@@ -130,7 +130,7 @@ def combine_decoding(prompts: Measured, first: Measured, last: Measured, tokens:
     Args:
         prompts: The use while the prompts are read.
         first: The use of the first token of each completion.
-        last: The use of the last token, which reads the longest cache. The others lie between the two.
+        last: The use of the last token, which reads the longest cache. On average, a token uses the mean of both.
         tokens: The tokens of each completion.
         rounds: The number of times that the slots are filled.
     """
@@ -149,7 +149,7 @@ def combine_decoding(prompts: Measured, first: Measured, last: Measured, tokens:
 
 
 def thin_timeline(timeline: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return at most `_TIMELINE_POINTS` points, each the highest of those that it stands for."""
+    """Return at most `_TIMELINE_POINTS` points, each the highest of the consecutive points that it replaces."""
     step = math.ceil(len(timeline) / _TIMELINE_POINTS)
     return tuple(max(timeline[i : i + step], key=lambda point: point[1]) for i in range(0, len(timeline), step))
 

@@ -63,13 +63,13 @@ class PhaseUse:
     """The use of one phase on one rank.
 
     Attributes:
-        peak: The live bytes at the moment when they are most.
+        peak: The live bytes at the peak, by category.
         after_bytes: The live bytes at the end of the phase.
         flops: Floating-point operations of matrix products and attention, as torch's FlopCounterMode counts them.
         kernels: The operators that were launched.
         memory_bytes: The bytes that these operators read and write.
         syncs: The host syncs: (file and line, how often).
-        host_bytes: The host memory of this rank at its peak, with what it holds throughout.
+        host_bytes: The peak host memory of this rank, including what it holds throughout.
         timeline: (number of the operator, live bytes after it), for a picture.
     """
 
@@ -95,7 +95,7 @@ class RankUse:
     """The use of every phase of a step on a rank of one kind.
 
     Attributes:
-        phases: The phases, in the order in which a step has them.
+        phases: The phases, in the order in which a step runs them.
     """
 
     kind: RankKind

@@ -52,11 +52,11 @@ class PhaseCounter(Protocol):
     """The counter of a phase: `Ledger` on fake GPUs. On a real device, another class may measure the same phases."""
 
     def phase(self, name: PhaseName) -> AbstractContextManager[list[Measured]]:
-        """Count a phase within the block. The list has what it used when the block has ended."""
+        """Count the block of a `with` statement as a phase. Its use is appended to the list when the block ends."""
         ...
 
     def label(self, tensors: Iterable[Tensor | None], category: str) -> None:
-        """Count the memory of tensors that exist as `category` from now on."""
+        """Count the memory of existing tensors as `category` from now on."""
         ...
 
 
@@ -103,7 +103,7 @@ class RankPhases:
         )  # fmt: skip
 
     def _label(self, policy: MegatronPolicy) -> None:
-        """Count the memory of a policy or critic by what it is used for."""
+        """Count the memory of a policy or critic under its categories."""
         label = self.ledger.label
         reference = policy.reference
         models = [policy.model, *([reference.model] if isinstance(reference, ReferenceModel) else [])]
@@ -152,7 +152,7 @@ class RankPhases:
 
     def train_critic(self) -> Measured:
         """Take the critic's optimizer steps of a step."""
-        assert self.workload.critic is not None  # the phase is run only with one
+        assert self.workload.critic is not None  # the phase is run only with a critic
         return self._run_training("train_critic", self.critic, configured_loss(self.workload.critic.loss))
 
     def _run_training(self, name: PhaseName, model: MegatronPolicy, loss: LossFunction) -> Measured:
@@ -174,9 +174,10 @@ class RankPhases:
     def _run_microbatches(
         self, run: Callable[[int], Measured], sequences: int, microbatches: MicrobatchSizes
     ) -> Measured:
-        """Return what a global batch uses. If it has many microbatches, smaller batches are run.
+        """Return what a global batch uses. If it has many microbatches, smaller batches are run and extrapolated.
 
-        `run` takes the sequences of a global batch, and `microbatches` are those of the whole one on this rank.
+        `run` is called with the number of sequences of a global batch. `microbatches` are this rank's in the whole
+        batch.
         """
         data, depth = self.topology.data, self.topology.pipeline
         enough, most = 2 * depth + depth * (self.topology.virtual_pipeline > 1), microbatches.largest
@@ -218,7 +219,7 @@ class RankPhases:
     def generate(self) -> Measured:
         """Generate the completions of this rank's prompts with the embedded engine.
 
-        Only the first and the last token of each completion are generated. The use of the others lies between.
+        Only the first and the last token of each completion are generated. The use of the others is interpolated.
         """
         work, policy, generation = self.workload, self.policy, self.workload.stage.generation
         replicas = self.topology.groups.dp_cp.size()
@@ -309,7 +310,7 @@ def _fill_buckets(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Te
 
 
 def _written_tensors(state: object) -> Iterator[Tensor]:
-    """Yield the tensors of a sharded state that this rank writes, because it is the first rank that has them."""
+    """Yield the tensors of a sharded state that this rank writes: those that it is the first replica of."""
     if isinstance(state, dict):
         for value in state.values():
             yield from _written_tensors(value)
@@ -317,7 +318,7 @@ def _written_tensors(state: object) -> Iterator[Tensor]:
         for value in state:
             yield from _written_tensors(value)
     elif hasattr(state, "replica_id"):
-        sharded: Any = state  # one of megatron-core's, or a factory of some
+        sharded: Any = state  # a sharded tensor of megatron-core, or a factory of several
         replica = sharded.replica_id
         if not any(replica if isinstance(replica, tuple) else (replica,)):
             yield sharded.data

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _CATEGORIES = tuple(field.name for field in fields(Bytes))
 _TITLES = {"kv_cache": "KV cache"}
-_MOST_PLACES, _FEWEST_SYNCS = 5, 10  # the places of host syncs that are printed, and how many syncs these have
+_MOST_PLACES, _FEWEST_SYNCS = 5, 10  # the most locations of host syncs that are printed, and the fewest syncs of each
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Report:
 
     @property
     def host_bytes_per_node(self) -> int:
-        """Return the host memory that the phases of one node's ranks need, at most."""
+        """Return the peak host memory of a node's ranks, over all phases."""
         return self.cluster.gpus_per_node * max(phase.host_bytes for use in self.uses for phase in use.phases)
 
     def as_json(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _describe_plan(name: str, workload: Workload, cluster: Cluster) -> Iterable[
     if workload.idle_ranks:
         yield (
             f"{workload.idle_ranks} of {workload.data} data-parallel ranks have no sequence of a global batch of "
-            f"{workload.optimizer_batches[0][0]}, and idle"
+            f"{workload.optimizer_batches[0][0]}, and are idle"
         )
 
 
@@ -251,10 +251,10 @@ def print_search(
     console.print(rejected)
     console.print(
         f"{result.considered:,} combinations: {len(result.ranked):,} layouts fit and are ranked, "
-        f"{sum(result.rejected.values()):,} combinations are rejected. All by closed forms, times are estimates."
+        f"{sum(result.rejected.values()):,} combinations are rejected. Peaks are by closed forms; times are estimates."
     )
     if result.servers is not None:
-        console.print(f"{result.servers.note} Steps are without generation.")
+        console.print(f"{result.servers.note} Step times exclude generation.")
     for position, run in verified.items():
         verdict = "and fits" if run <= usable_bytes else "which does not fit"
         console.print(f"Layout {position} was run on fake GPUs: its peak is {run / GIB:.2f} GiB, {verdict}.")
@@ -313,7 +313,7 @@ def print_json(value: Mapping[str, object]) -> None:
 def draw(report: Report, file: Path) -> None:
     """Write a picture of the memory over the phases of a step, one panel for each kind of rank.
 
-    Phases that were run have a line of live bytes over their operators. Others have bars of their peak by category.
+    Every phase has a bar of its peak by category. A phase that was run also shows the live bytes over its operators.
 
     Raises:
         ConfigError: The file cannot be written.

@@ -25,10 +25,10 @@ _FORWARD: tuple[PhaseName, ...] = ("generate", "logprobs", "reference", "values"
 
 @contextmanager
 def run_as_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topology]:
-    """Start the device without data as one rank of the workload, within the block."""
+    """Start fake CUDA as one rank of the workload, for the block of a `with` statement."""
     stage = workload.stage
     with FakeCuda(rank, workload.world_size, ledger), ExitStack() as replaced:
-        for owner, name, value in torch_optimizers():  # those of Transformer Engine need a GPU
+        for owner, name, value in torch_optimizers():  # Transformer Engine's optimizers need a GPU
             replaced.enter_context(patch_attribute(owner, name, value))
         topology = start_topology(stage.parallel, device="cuda", seed=stage.train.seed)
         ledger.begin_topology(topology)
@@ -65,7 +65,7 @@ def _count_at_two_depths(
     others: list[PhaseName] = [name for name in phases if name not in _FORWARD]
     forward: list[PhaseName] = [name for name in phases if name in _FORWARD]
     earlier: list[PhaseName] = [name for name in phases if name == "refit"]  # it frees gradients until training
-    # Each has a run of its own: a weight sync frees the gradients, and a save follows training, which allocates them.
+    # Each phase has a run of its own: a weight sync frees gradients, and a save follows training, which allocates them.
     whole = [phase for name in others for phase in run_phases(workload, rank, Ledger(), [name])]
     shallow_phases, deep_phases = (
         run_phases(run, rank, Ledger(), earlier + forward)[1 + len(earlier) :] for run in (shallow, deep)
@@ -81,12 +81,12 @@ def _count_at_two_depths(
 
 
 def find_stage(workload: Workload, rank: int) -> int:
-    """Return the pipeline stage of a rank. The ranks of a stage follow each other."""
+    """Return the pipeline stage of a rank. The ranks of a stage are consecutive."""
     return rank // (workload.world_size // workload.stage.parallel.pipeline)
 
 
 def find_kind(workload: Workload, rank: int) -> RankKind:
-    """Return the kind of a rank. With one pipeline stage, it is the last, which has the loss."""
+    """Return the kind of a rank. A single pipeline stage counts as the last, which computes the loss."""
     stage = find_stage(workload, rank)
     if stage == workload.stage.parallel.pipeline - 1:
         return "last stage"
@@ -126,7 +126,7 @@ def run_phases(
 
 @contextmanager
 def _describe_errors(phase: PhaseName, workload: Workload, rank: int) -> Iterator[None]:
-    """Raise an error within the block again as a `ConfigError` that names the phase and the rank."""
+    """Convert an error within the block into a `ConfigError` that names the phase and the rank."""
     try:
         yield
     except Exception as error:
@@ -160,10 +160,10 @@ _SHALLOW = 2  # equal layers of a model chunk, or periods of them, in the shallo
 def choose_depths(workload: Workload, stage: int) -> tuple[Workload, Workload, float] | None:
     """Choose two workloads with fewer layers, and f so that use = shallow + f · (deep − shallow) on a pipeline stage.
 
-    Layers may differ in two ways. The first few may be dense while the others have experts: the runs then have that
-    many dense layers, and fewer of the others. Every few layers, one may attend to all tokens while the others have a
-    window or the gated delta rule: the runs then have whole periods. The result is None if the layers differ in another
-    way, or are few.
+    Layers may differ in two ways. If the first few are dense and the others have experts, the runs have all dense
+    layers and fewer of the others. If every n-th layer attends to all tokens and the others have a window or the gated
+    delta rule, the runs have whole periods of n layers. The result is None if the layers differ in another way, or are
+    few.
     """
     model, parallel = workload.stage.model, workload.stage.parallel
     shape = ShardedShape(model, parallel, workload.world_size, workload.vocab_size, workload.head)

@@ -38,14 +38,14 @@ REASONS = {
     "slices": f"parallel.context leaves a rank less than {_SHORTEST_SLICE} tokens of a sequence",
     "idle": "more data-parallel ranks than sequences in a global batch",
     "batching": "train.batching is not packed, so that a step computes padding",
-    "selective": "model.recompute=selective computes attention again, whose kernels keep no scores",
-    "microbatch": "a microbatch holds more sequences than a rank gets",
+    "selective": "model.recompute=selective recomputes attention, but its kernels keep no scores",
+    "microbatch": "a microbatch holds more sequences than a rank has",
     "state": "parameters, gradients and optimizer state exceed the memory",
     "activations": "with activations and logits, training exceeds the memory",
     "forward": "the reference policy's logprobs or a weight sync exceed the memory",
     "generation": "with the keys and values of 8 sequences, generation exceeds the memory",
-    "no recomputation": "model.recompute=full, and training fits without it",
-    "no offload": "train.reference=offload, and all fits without it",
+    "no recomputation": "model.recompute=full is not needed: training fits without it",
+    "no offload": "train.reference=offload is not needed: all phases fit without it",
     "slower": "the same layout is faster with other microbatches or another head",
 }
 
@@ -114,13 +114,13 @@ class Search:
 def search(workload: Workload, cluster: Cluster, mean_response_tokens: int | None = None) -> Search:
     """Find the layouts that fit a cluster, fastest first, for the workload of a stage `without_layout`.
 
-    Without `mean_response_tokens`, all responses are the longest.
+    By default, all responses have the maximum length.
     """
     return _Searcher(workload, cluster, mean_response_tokens).run()
 
 
 def without_layout(stage: StageConfig) -> StageConfig:
-    """Return a stage without the choices that the search makes, which need not fit."""
+    """Set the keys that the search chooses to simple values, because the stage's own layout need not fit."""
     group = 2 if isinstance(stage.algorithm, PairsConfig) else 1
     train = replace(stage.train, batching="padded", micro_batch_size=group, fused_head=False, reference="resident")
     model = replace(stage.model, recompute="none")
@@ -162,7 +162,7 @@ class _Searcher:
             self._rejected[reason] += count
 
     def _layouts(self) -> Iterator[ParallelConfig]:
-        """Yield all layouts, those that do not fit the model or the cluster included."""
+        """Yield all layouts, even those that do not fit the model or the cluster."""
         world, model = self._cluster.world_size, self._models["none"]
         experts = [e for e in _EXPERT if e <= (model.num_experts or 1)]
         stages = [p for p in range(1, min(model.num_layers, world) + 1) if world % p == 0]
@@ -228,14 +228,14 @@ class _Searcher:
             if sequences > rank_sequences:
                 self._reject(REASONS["microbatch"], combinations)
                 continue
-            # Packs are balanced, so that not even the largest may have as many as it could.
+            # Packs are balanced, so even the largest may have fewer sequences than its limit.
             most = MicrobatchSizes.from_sequences(self._per_step, data, sequences, "packed", group_size=group).largest
             sized = replace(template, batches=Batches.from_layout(workload, layout, most, "packed", multiple))
             for fused_head in (False, True):
                 self._try_memory(replace(sized, fused_head=fused_head), shapes)
 
     def _try_memory(self, settings: Settings, shapes: dict[str, ShardedShape]) -> None:
-        """Keep the fastest of the combinations of recomputation and placement that fits; the others are slower."""
+        """Keep the first combination of recomputation and placement that fits; later ones are slower."""
         tried = [(recompute, placement) for recompute in ("none", "full") for placement in self._placements]
         for index, (recompute, placement) in enumerate(tried):
             chosen = replace(settings, shape=shapes[recompute], reference=placement)
@@ -295,7 +295,7 @@ class _Searcher:
 
 
 def _list_stage_depths(num_layers: int, pipeline: int) -> Iterator[tuple[int | None, int]]:
-    """Yield (layers of the last stage or None for as many as others have, model chunks of a stage)."""
+    """Yield (layers of the last stage, or None if all stages have equally many; model chunks of a stage)."""
     if pipeline == 1:
         yield None, 1
         return

@@ -1,4 +1,4 @@
-"""A rollout engine in other processes: which part of it a plan omits, and how much GPU memory its servers take."""
+"""A rollout engine in other processes: what a plan omits of it, and how much GPU memory its servers use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Servers:
     """The engine's processes.
 
     Attributes:
-        releases_memory: Whether they release their memory while the policy trains.
+        releases_memory: Whether the servers release their memory while the policy trains.
         bytes_on_gpu: The memory of a server on a GPU that it shares with the policy, or 0 on GPUs of its own.
     """
 
@@ -48,9 +48,9 @@ class Servers:
         return cls(generation.engine, releases_memory(generation), num_bytes)
 
     def add_memory_to(self, phases: Iterable[PhaseUse]) -> tuple[PhaseUse, ...]:
-        """Return phases of the policy with the memory that servers have on the same GPU at that time.
+        """Add the memory of servers on the same GPU to the policy's phases in which they hold it.
 
-        At the first weight sync, servers have just started and have all their memory.
+        At the first weight sync, servers have just started and hold all their memory.
         """
         return tuple(
             replace(phase, peak=replace(phase.peak, servers=self.bytes_on_gpu))

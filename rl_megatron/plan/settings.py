@@ -49,10 +49,10 @@ class Batches:
 
     Attributes:
         step: One optimizer step.
-        training: All optimizer steps. The last of a pass may have fewer sequences.
+        training: All optimizer steps. The last step of a pass may have fewer sequences.
         rollout: A forward pass over all sequences, as for logprobs.
-        learned_sequences: The sequences that all ranks learn from, each as often as it is learned from, and no padding
-            sequence.
+        learned_sequences: The number of sequences over all ranks, without padding, each counted once per update that
+            learns from it.
     """
 
     step: BatchShape
@@ -125,7 +125,7 @@ class Settings:
         recomputes_logprobs: Whether the policy computes logprobs before it learns.
         critic_distributed: `distributed` of the critic's optimizer, or None without a critic.
         completions: Completions that each model replica generates in a step, or 0.
-        prompts: The different prompts of these.
+        prompts: The number of different prompts of these completions.
         decoded_together: The completions that are decoded together.
         response_tokens: The tokens of the longest response.
         bucket_bytes: The bytes of a bucket of a weight sync, or 0 without one.
@@ -154,7 +154,7 @@ class Settings:
 
     @classmethod
     def from_workload(cls, workload: Workload, mean_response_tokens: int | None = None) -> Self:
-        """Return the settings of a workload; without a mean, all responses are the longest.
+        """Return the settings of a workload; without a mean, all responses have the maximum length.
 
         Raises:
             ConfigError: The mean exceeds the longest.
@@ -202,7 +202,7 @@ class Settings:
 
     @property
     def models(self) -> list[tuple[ShardedShape, bool]]:
-        """Return the shapes of the models that are trained, the policy first, and whether their state is split."""
+        """Return the shapes of the trained models, the policy first, and whether their optimizer state is split."""
         policy = (self.shape, self.distributed)
         if self.critic_distributed is None:
             return [policy]
@@ -228,12 +228,12 @@ class Settings:
 
     @property
     def useful_share(self) -> float:
-        """Return the mean tokens of a sequence, as a share of those of the longest."""
+        """Return the mean sequence length divided by the longest sequence length."""
         return (self.prompt_tokens + self.mean_response_tokens) / (self.prompt_tokens + self.response_tokens)
 
     @property
     def computed_share(self) -> float:
-        """Return the tokens that a step computes, as a share of those if all responses were the longest."""
+        """Return the computed tokens of a step, as a share of those if all responses had the maximum length."""
         return 1.0 if self.pads else self.useful_share
 
     def mean_number(self, batch: BatchShape, at_least: int = 1) -> int:

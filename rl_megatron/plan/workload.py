@@ -24,7 +24,7 @@ class MicrobatchSizes:
 
     Attributes:
         counts: (sequences of a microbatch, how many such microbatches there are), the largest first. Padding sequences
-            as wide as others are included, and so are microbatches that only fill an interleaved pipeline.
+            count if they are as wide as others. Microbatches that only fill an interleaved pipeline count.
     """
 
     counts: tuple[tuple[int, int], ...]
@@ -43,7 +43,7 @@ class MicrobatchSizes:
             group_size: The sequences that have to share a microbatch.
             multiple: The number of microbatches is a multiple of this: the stages of an interleaved pipeline.
         """
-        groups = -(-sequences // (data * group_size))  # of the rank; padding sequences have one token, unless padded
+        groups = -(-sequences // (data * group_size))  # of the rank; a padding sequence has one token, unless padded
         most = min(most, groups * group_size)
         number = -(-groups * group_size // most)
         if kind == "padded":
@@ -55,7 +55,7 @@ class MicrobatchSizes:
             fewer, with_more = divmod(groups, number)
             counts = Counter({(fewer + 1) * group_size: with_more, fewer * group_size: number - with_more})
         present = {size: count for size, count in counts.items() if size and count}
-        present[min(present)] += -number % multiple  # the shortest is repeated
+        present[min(present)] += -number % multiple  # the smallest is repeated
         return cls(tuple(sorted(present.items(), reverse=True)))
 
     @property
@@ -130,7 +130,7 @@ class Workload:
 
     @property
     def padded_tokens(self) -> int:
-        """Return the tokens of a sequence in a microbatch: a multiple of what the layout cuts a sequence into."""
+        """Return the padded length of a sequence in a microbatch, a multiple of `sequence_multiple`."""
         return round_up(self.sequence_tokens, sequence_multiple(self.stage.parallel))
 
     @property
@@ -164,7 +164,7 @@ class Workload:
 
     @property
     def group_size(self) -> int:
-        """Return the sequences that have to share a microbatch: two of a preference pair."""
+        """Return the number of sequences that have to share a microbatch: 2 for preference pairs."""
         return 2 if isinstance(self.stage.algorithm, PairsConfig) else 1
 
     @property
@@ -174,7 +174,7 @@ class Workload:
         if train.batching == "padded":
             return train.micro_batch_size
         length = self.padded_tokens
-        if train.batching == "packed":  # only the whole pack is cut over the sequence-parallel ranks
+        if train.batching == "packed":  # sequence-parallel ranks split only the whole pack
             length = round_up(self.sequence_tokens, zigzag_slices(parallel.context))
         budget = train.micro_batch_tokens // sequence_multiple(parallel) * sequence_multiple(parallel)
         fits = budget // length // self.group_size * self.group_size
@@ -187,7 +187,7 @@ class Workload:
         return fits
 
     def microbatches(self, sequences: int, group_size: int | None = None) -> MicrobatchSizes:
-        """Return the microbatches of a global batch, on the rank that has the most. Groups default to training's."""
+        """Return the microbatches of a global batch, on the rank with the most. `group_size` defaults to training's."""
         return MicrobatchSizes.from_sequences(
             sequences, self.data, self.most_per_microbatch, self.stage.train.batching,
             group_size=group_size or self.group_size, multiple=self.filled_multiple,
@@ -195,7 +195,7 @@ class Workload:
 
     @property
     def filled_multiple(self) -> int:
-        """Return the number that the microbatches of a step are filled up to a multiple of."""
+        """Return the number whose multiple the number of a step's microbatches must be; repeated ones fill it up."""
         parallel = self.stage.parallel
         return parallel.pipeline if parallel.virtual_pipeline > 1 else 1
 

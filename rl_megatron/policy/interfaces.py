@@ -1,8 +1,8 @@
 """The interface between policies and algorithms: NeMo RL's policy interfaces, without Ray.
 
 Every rank calls a policy with the same *global* batch, a dictionary of tensors, and gets the same global result. The
-policy itself distributes the batch over ranks. Or every rank calls it with the sequences that it owns (`Batch`), and
-gets the results of these, with the metrics of all.
+policy itself distributes the batch over ranks. Alternatively, every rank passes the sequences that it owns (`Batch`),
+and gets their results, with the metrics of all sequences.
 """
 
 from __future__ import annotations

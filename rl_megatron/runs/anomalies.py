@@ -16,10 +16,10 @@ from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.tokenizer import Tokenizer
 
 _NORMAL = 1.4826  # a normal distribution's standard deviation in median absolute deviations
-_FEWEST_STEPS = 20  # before medians are compared; at most the window
+_FEWEST_STEPS = 20  # steps before medians are compared, but at most the window
 _SMALLEST_DEVIATION = 0.05  # of the loss, absolute and as a share of its median: smaller changes are usual
-_NEWEST_STEPS = 5  # whose median reward is compared with the one before
-_REWARD_DEVIATIONS = 3.0  # that a collapse has to exceed as well, so that a noisy reward near 0 is none
+_NEWEST_STEPS = 5  # steps whose median reward is compared with that of the steps before
+_REWARD_DEVIATIONS = 3.0  # that a collapse must also exceed, so that a noisy reward near 0 does not count
 _SHOWN_SEQUENCES, _SHOWN_CHARACTERS = 6, 60
 
 
@@ -108,8 +108,8 @@ class Anomalies:
 def describe_sequences(batch: Batch, tokenizer: Tokenizer, locations: Callable[[], Sequence[str]]) -> str:
     """Describe the first sequences of a batch: their numbers in the batch, their data, and their first words.
 
-    Of rollouts, each prompt is named once, with the first of its samples. `locations` returns the location of each item
-    of the batch in the data, as file:line, or an empty list.
+    For rollouts, each prompt is named once, with the first of its samples. `locations` returns the location of each
+    item of the batch in the data, as file:line, or an empty list.
     """
     ends = batch["prompt_lengths"] if "prompt_lengths" in batch else batch["input_lengths"]
     begins: dict[tuple[int, ...], int] = {}

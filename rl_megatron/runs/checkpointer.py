@@ -48,7 +48,7 @@ class Checkpointer:
             train: The section `train`.
             policy: The stage's policy.
             critic: Its critic, or None.
-            record_save: Called with the seconds of each save, from its begin until it is complete.
+            record_save: Called with the seconds of each save, from its beginning until it is complete.
             finish_writing: Called on rank 0 before each save. If it raises OSError, the save fails, so that a
                 checkpoint has the metrics of its steps.
         """

@@ -1,4 +1,4 @@
-"""The desync check: compare configuration, batch and weights of ranks that should have the same.
+"""The desync check: compare configuration, batch and weights between ranks that must hold the same values.
 
 Without it, a rank with another seed, another file or a flipped bit continues to train, and nobody notices that the sums
 over ranks are wrong.
@@ -31,7 +31,7 @@ from rl_megatron.weight_sync.buckets import fingerprint
 
 _OF_BATCH = ("input_ids", "input_lengths", "token_mask", "sample_mask", "rewards")
 _MOST_VALUES = 32  # keys of a batch, and facts of a sharded one, that are compared
-_MAY_DIFFER = "data.cache_dir"  # it may be a directory of each node
+_MAY_DIFFER = "data.cache_dir"  # each node may have its own directory
 _SHOWN = 4  # ranks in messages
 
 
@@ -132,7 +132,7 @@ def check_weights(name: str, model: ShardedModel) -> None:
         number = _fingerprint(piece)
         for kind in _list_kinds(piece):
             totals[kind] += number
-    experts = dist.get_process_group_ranks(topology.groups.expt_dp)[0]  # a name of this rank's experts
+    experts = dist.get_process_group_ranks(topology.groups.expt_dp)[0]  # identifies this rank's experts
     numbers = [*(totals[kind].item() for kind in kinds), topology.pipeline_rank, topology.tensor_rank, experts]
     by_rank = _gather([int(value) for value in numbers], topology.device)
     same: dict[str, Callable[[Sequence[int]], Hashable]] = {
@@ -199,7 +199,7 @@ def _share_from(value: object, senders: Sequence[int], ranks: Ranks) -> list[Any
 def _odd_ranks(groups: Mapping[Any, Sequence[int]], values: Sequence[int]) -> tuple[list[int], dict[int, int]]:
     """Return the ranks whose value is not the usual one of their group, and for each a rank that has the usual one.
 
-    The usual value is the one that most ranks have; of two with equally many, the one of the lowest rank.
+    The usual value is the one that most ranks have; at a tie, the value of the lowest rank.
     """
     odd: list[int] = []
     usual: dict[int, int] = {}

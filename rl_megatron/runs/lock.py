@@ -27,7 +27,7 @@ class OutputLock:
         self._file: IO[str] | None = None
 
     def acquire(self) -> None:
-        """Lock the directory if it exists. A directory that was moved aside since the last call does not count.
+        """Lock the directory if it exists. A lock on a directory that was moved aside meanwhile does not count.
 
         If another run uses it, a ConfigError names its process.
         """

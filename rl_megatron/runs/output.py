@@ -48,7 +48,7 @@ def begin_output(config: RunConfig, run_yaml: str, lock: OutputLock, tokenizer: 
 
 
 def _remove_leftovers(output_dir: Path) -> None:
-    """Remove what killed runs have left: files and checkpoints that they were writing or deleting, and no others."""
+    """Remove only what killed runs have left: files and checkpoints that they were writing or deleting."""
     for directory in (output_dir, *(path for pattern in _WITH_FILES for path in output_dir.glob(pattern))):
         disk.remove_unfinished(directory)
     for pattern in _OF_STEPS:

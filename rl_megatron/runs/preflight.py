@@ -107,7 +107,7 @@ def _check_adapters(config: RunConfig, tokenizer: Tokenizer) -> None:
         find_adapted_linears(stage.peft, stage.model, size)
         if previous is None and not config.init_from:
             raise ConfigError(
-                f"{where} is set, and the stage has no weights to adapt; set init_from, or train all weights in a "
+                f"{where} is set, but the stage has no weights to adapt; set init_from, or train all weights in a "
                 "stage before it"
             )
         adapter = stage.peft.adapter_name
@@ -125,7 +125,7 @@ def _check_adapters(config: RunConfig, tokenizer: Tokenizer) -> None:
 def _read_adapters(init_from: str | None, peft: LoraConfig | None) -> dict[str, LoraConfig]:
     """Return the adapters of the checkpoint that a run starts from, by name, after checking them.
 
-    Their base must be readable, and the stage with the section `peft` may not train one of them with other keys.
+    Their base must be readable, and the section `peft` must match the adapter that it continues, if any.
     """
     manifest = read_manifest(Path(init_from)) if init_from else {}
     if not init_from or not holds_adapter(manifest):

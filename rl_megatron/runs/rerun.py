@@ -31,9 +31,9 @@ from rl_megatron.runs.user_files import digest_files, find_changed_files
 # whole section. None of them changes what is learned from a step, up to rounding. An algorithm adds keys with
 # `may_change_on_resume`.
 MAY_CHANGE = {
-    # A schedule that ends with the last step changes with them. So does the order of generated prompts, because a task
-    # generates those of all steps at once, and they are shuffled together. A run that continues to more steps is
-    # therefore not the run that began with more steps.
+    # A schedule that ends with the last step depends on their number. So does the order of generated prompts, because a
+    # task generates the prompts of all steps at once, and they are shuffled together. A run that continues to more
+    # steps is therefore not the run that began with more steps.
     "steps": ("train.steps", "train.stop_at"),
     "evaluation": ("train.eval_every", "data.num_eval_examples", "eval."),
     "saving": (
@@ -69,15 +69,15 @@ MAY_CHANGE = {
         "generation.refit", "generation.refit_bucket_mb", "generation.gate_prompts", "generation.gate_limit",
         "generation.batch_size", "generation.cuda_graphs", "generation.vllm.allow_insecure_serialization",
     ),
-    # They get the same requests wherever they run.
+    # Servers get the same requests wherever they run.
     "places of servers": tuple(
         f"generation.{engine}.{key}"
         for engine in ("vllm", "sglang")
         for key in ("server_urls", "server_nodes", "num_servers", "host", "port", "startup_timeout_seconds")
     ),
 }  # fmt: skip
-# Of the keys of the whole run, init_from may not change, and the stages that have begun. metric_sinks and
-# logger (logging), output_dir, plugins and resume may.
+# Of the keys of the whole run, init_from and the stages that have begun may not change. metric_sinks and logger
+# (logging), output_dir, plugins and resume may.
 _ALLOWED = tuple(key for keys in MAY_CHANGE.values() for key in keys)
 _SHAPES_MICROBATCHES = ("train.batching", "train.micro_batch_size", "train.micro_batch_tokens")
 _PATHS = ("data.path", "tokenizer.path")  # the same path may be written in several ways
@@ -157,7 +157,7 @@ def build_run_yaml(config: RunConfig, output_dir: Path) -> str:
 
 
 def _report_changed_files(name: str, stage: StageConfig, saved: list[Path]) -> None:
-    """Warn of files and functions that changed since a stage read them; their settings did not, so none is refused."""
+    """Warn of files and functions that changed since a stage read them, although its settings are the same."""
     if not saved:
         return
     changed = find_changed_files(read_manifest_alone(saved[-1]).get("user_files", {}), digest_files(stage))
@@ -255,7 +255,7 @@ def _may_change(key: str, recorded: StageConfig | None, stage: StageConfig) -> b
 
 
 def _other_weights(config: RunConfig, output_dir: Path, name: str) -> list[str]:
-    """Describe the difference of the weights that a stage began with, as a list of at most one text."""
+    """Describe how the initial weights of a stage differ, as a list of at most one text."""
     saved = find_checkpoints(output_dir / "checkpoints" / name)
     now = describe_weights(config, output_dir, name)
     if saved:
@@ -288,7 +288,7 @@ def _refuse_files_of_the_moved_run(config: RunConfig) -> None:
     for key, path in named.items():
         if isinstance(path, str) and Path(path).resolve().is_relative_to(output_dir.resolve()) and Path(path).exists():
             raise ConfigError(
-                f"{key}={path} lies in output_dir={output_dir}, and resume=false moves the run there aside; set "
+                f"{key}={path} is in output_dir={output_dir}, whose run resume=false moves aside; set "
                 "another output_dir"
             )
 

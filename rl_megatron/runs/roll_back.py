@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class RollBack:
-    """The roll-backs of one stage. All ranks decide alike, because every rank gets the same error.
+    """The roll-backs of one stage. All ranks roll back together, because every rank gets the same error.
 
     Attributes:
         step: The step that the stage is in.
@@ -60,7 +60,7 @@ class RollBack:
             )
         self.batches_skipped += self.step - target
         log.LOGGER.warning(
-            "%s; going back to step %d, and on with the batches after this one (%d of at most %d times)",
+            "%s; going back to step %d, and continuing with the batches after this one (%d of at most %d times)",
             *(error, target, self._count, train.max_nonfinite_steps),
         )
 

@@ -44,11 +44,11 @@ from rl_megatron.topology.topology import Topology, build, keep_launch_order, ke
 
 
 class DiskFull(RunFailed):
-    """The disk is full when a run cannot continue without writing. Other ranks may not know of it."""
+    """Raised if a run must write to continue, but the disk is full. Other ranks may not know of it."""
 
 
 class RankFailed(Exception):
-    """An error that no rank foresaw ended a run of several ranks. It has been printed, and failure.json holds it."""
+    """Raised after an unexpected error ended a run of several ranks. It has been printed and is in failure.json."""
 
 
 def run(config: RunConfig) -> int:
@@ -56,9 +56,9 @@ def run(config: RunConfig) -> int:
 
     Returns:
         The exit status, the same on all ranks. It is 0 if the run succeeded, and 2 if the input is bad, which is nearly
-        always found before the first step. It is 1 if a loss became NaN, a rollout engine, a reward function or an own
-        advantage estimator failed, a rank failed in another way, or the last checkpoint of a stage could not be saved.
-        It is `STOPPED` if the run ended early because of a signal or a time limit, and was saved.
+        always found before the first step. It is 1 if a loss became NaN, a rollout engine, a reward function or a
+        user's advantage estimator failed, a rank failed in another way, or the last checkpoint of a stage could not be
+        saved. It is `STOPPED` if the run ended early because of a signal or a time limit, and was saved.
     """
     try:
         run_stages(config)
@@ -117,7 +117,7 @@ def run_stages(config: RunConfig) -> RunResults:
             except Exception as error:
                 foreseen = isinstance(error, (ConfigError, RunFailed))
                 if isinstance(error, DiskFull) and layout.world_size > 1:
-                    foreseen = False  # it is this rank's alone
+                    foreseen = False  # only this rank raises it
                 watch.report_error(error, on_all_ranks=foreseen)
                 attempts.end("failed", watch.position.place.describe())
                 if layout.rank == 0 and file.has_begun:

@@ -45,13 +45,13 @@ class Stage(Loop):
     """The loop of a stage. It owns the stage's checkpointer.
 
     Attributes:
-        weights_from: A description of the initial weights, which checkpoints store: the reference policy has them.
+        weights_from: A description of the initial weights, which are also the reference policy's. Checkpoints store it.
         critic: The critic, for algorithms that have one. It is saved and resumed with the policy.
         run_config: The run's configuration as YAML, which checkpoints store.
         progress_metric: The training metric that the progress line always shows.
         meter: The meter of a step's costs; None if they are not reported.
         loader: The loader of the training data, whose position checkpoints keep.
-        roll_back: The step that the stage is in, and the batches that it leaves out.
+        roll_back: The current step of the stage, and the batches that the stage leaves out.
         position: The position of this process in the run, for its heartbeat.
         closing: The parts that are closed with the stage, before its rollout engine.
     """
@@ -278,7 +278,7 @@ def _to_loader(data: Dataset | DataLoader[BatchedDataDict], train: TrainConfig) 
 
 
 class _Schedules:
-    """The check that the learning-rate schedules of a stage's models are at the right step; a model loads its own."""
+    """The check that the learning-rate schedules, which the models themselves load, are at the right step."""
 
     def __init__(self, models: Mapping[str, MegatronPolicy]):
         self._models = models
@@ -288,5 +288,5 @@ class _Schedules:
         return {name: 0 if schedule is None else schedule.num_steps for name, schedule in schedules.items()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Check that each schedule has been loaded and continues from there; see `MustBe.load_state_dict`."""
+        """Check that each schedule, as loaded, is at the step in `state`; see `MustBe.load_state_dict`."""
         MustBe(self.state_dict()).load_state_dict(state)

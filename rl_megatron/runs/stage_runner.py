@@ -48,7 +48,7 @@ from rl_megatron.training.runner import FusedHead
 
 @dataclass(frozen=True)
 class StageRunner:
-    """The runner of a run's stages. Checkpoints hold `run_yaml`, and reports of hangs and failures the `position`."""
+    """The runner of a run's stages. Checkpoints store `run_yaml`; reports of hangs and failures show `position`."""
 
     config: RunConfig
     layout: Topology
@@ -66,7 +66,7 @@ class StageRunner:
         Args:
             name: The name of the stage.
             directory: The directory of its checkpoints.
-            weights: The checkpoint that it starts from; None: random weights.
+            weights: The checkpoint that it starts from, or None for random weights.
             weights_from: A description of these weights, which its checkpoints record.
             roll_back: Its roll-backs so far.
         """
@@ -161,10 +161,10 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine, rollouts: ScoredRollouts)
 
 @contextmanager
 def _shorten_collections() -> Iterator[None]:
-    """Let Python's garbage collections skip the objects that exist before the steps, within the block.
+    """Let Python's garbage collections skip the objects that exist at the beginning of the block.
 
     Otherwise a full collection scans a million objects of imported modules every few steps, which takes a quarter of a
-    second on one rank while the others wait. A program that has frozen objects itself keeps its own choice.
+    second on one rank while the others wait. If the program has frozen objects itself, nothing is changed.
     """
     if gc.get_freeze_count():
         yield

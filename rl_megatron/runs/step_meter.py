@@ -66,7 +66,7 @@ class StepMeter:
     def _reduce_over_ranks(self, times: StepTimes) -> dict[str, float]:
         """Return the largest peaks of memory of all ranks, and their mean share of pipeline bubbles.
 
-        On a GPU they are those of the step before, because nobody waits for the GPU.
+        On a GPU, the values are those of the previous step, so that the host need not wait for the GPU.
         """
         peaks = [float(times.peak_bytes.get(name, 0)) for name in OUTER_PHASES]
         values = torch.tensor(peaks, dtype=torch.float64)
@@ -102,7 +102,7 @@ class _OnHost:
             self._event.record()
 
     def values(self) -> list[float]:
-        """Return the values. A step later, the GPU has copied them long ago."""
+        """Return the values, after waiting for the copy if it has not ended."""
         if self._event is not None:
             self._event.synchronize()
         return self._values.tolist()

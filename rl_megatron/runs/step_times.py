@@ -1,4 +1,4 @@
-"""The measured times of a step and of a save, which the ranks of a node leave for their launcher in a file."""
+"""The measured times of a step and of a save, which each node's first rank writes to a file for the launcher."""
 
 from __future__ import annotations
 

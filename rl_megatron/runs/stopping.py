@@ -24,7 +24,7 @@ _OF_TRAIN, _OF_SLURM = 1001, 1002  # votes; smaller ones are signals
 
 
 class RunStopped(Exception):
-    """A run ended early, as it was asked to. The same command continues it.
+    """Raised if a run ends early, as it was asked to. The same command continues it.
 
     `step` of `stage` is the last step that was done, and is saved. `results` are the newest eval metrics and samples of
     the stage; empty if there are none.
@@ -36,7 +36,7 @@ class RunStopped(Exception):
 
 
 class Stopping:
-    """The limits of a run's time, and the signals that it got. All ranks ask it at the same points.
+    """The time limits of a run, and the signals that it received. All ranks call `reason` at the same points.
 
     A step is begun only if it can end, and be saved, before the limit. The estimate of that time is the longest step
     and the longest save so far.
@@ -50,7 +50,7 @@ class Stopping:
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.time,
     ):
-        """Start the clock, which returns seconds since 1970. `save_by` is `train.checkpoint_must_save_by`."""
+        """Prepare the limits. `clock` returns seconds since 1970; `save_by` is `train.checkpoint_must_save_by`."""
         self._signals, self._ranks, self._clock = signals or StopSignals(), ranks, clock
         self._last_time = clock()
         self._longest_step, self._longest_save, self._has_begun = 0.0, 0.0, False

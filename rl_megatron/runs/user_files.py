@@ -18,10 +18,10 @@ _PATHS = ("path", "eval_path", "chat_template")  # keys of the data section, and
 
 
 def digest_files(stage: StageConfig) -> dict[str, str]:
-    """Return a digest of every file, directory and Python function of the user that decides what a stage learns.
+    """Return a digest of every file, directory and Python function of the user that affects what a stage learns.
 
-    A digest is of the size and the first MiB of a file, of the names and sizes of the files of a directory, or of the
-    source of a reward function that was passed from Python. The keys are paths and "the function NAME".
+    A digest covers the size and the first MiB of a file, the names and sizes of the files of a directory, or the source
+    of a reward function that was passed from Python. The keys are paths and "the function NAME".
     """
     sections = TypeAdapter(StageConfig).dump_python(stage, mode="json")
     patterns = [text for key, text in _texts(sections["data"]) if key in _PATHS]

@@ -20,7 +20,8 @@ from rl_megatron.topology.ranks import Ranks
 def refuse_damage(config: RunConfig, output_dir: Path, ranks: Ranks) -> None:
     """Check every byte of the checkpoints that the run will load. Collective; each rank reads a share of the files.
 
-    `Damaged`, raised on every rank, names a file that is not as it was written, and the newest undamaged checkpoint.
+    `Damaged`, raised on every rank, names a file that has changed since it was written, and the newest undamaged
+    checkpoint.
     """
     for path in _list_checkpoints_to_read(config, output_dir):
         try:
@@ -32,7 +33,7 @@ def refuse_damage(config: RunConfig, output_dir: Path, ranks: Ranks) -> None:
 def find_last_manifest(directory: Path, stage: StageConfig) -> dict[str, Any] | None:
     """Return the manifest of the checkpoint of a stage's last step, or None if there is no such checkpoint.
 
-    That is the step `train.steps`, or one whose evaluation has reached a goal of `train.stop_at`.
+    The last step is `train.steps`, or a step whose evaluation has reached a goal of `train.stop_at`.
     """
     saved = find_checkpoints(directory)
     if not saved:

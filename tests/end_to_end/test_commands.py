@@ -62,7 +62,7 @@ def test_a_run_writes_its_files_and_a_second_start_only_reads_them(tmp_path, for
     tables = [done.out[done.out.index("Held-out results") :].partition("┘")[0] for done in (first, second)]
     assert tables[0] == tables[1] and "sft" in tables[0]
     assert "Written to out" in first.out
-    assert "nothing was trained: out is as it was" in second.out and "Written to" not in second.out
+    assert "nothing was trained: out is unchanged" in second.out and "Written to" not in second.out
     assert "stage sft: skipped, it is complete at step 3: out/checkpoints/sft/step-000003" in second.err
 
 

@@ -24,7 +24,7 @@ def test_ranks_that_meet_are_timed_and_the_layout_is_checked(tmp_path, forks):
 def test_a_network_interface_that_does_not_exist_is_a_problem(tmp_path, forks):
     ranks = forks.run_ranks(tmp_path, "doctor", ranks=2, before=without_such_an_interface)
     assert [rank.status for rank in ranks] == [1, 1]
-    assert "do not reach the others" in ranks[0].out.replace("\n", " ") and "GLOO_SOCKET_IFNAME" in ranks[0].out
+    assert "cannot reach the others" in ranks[0].out.replace("\n", " ") and "GLOO_SOCKET_IFNAME" in ranks[0].out
     assert "error: doctor: the ranks of" in ranks[0].err
 
 

@@ -66,7 +66,7 @@ def test_a_killed_command_goes_on_behind_the_last_complete_line(home, lines, tmp
     (tmp_path / "out.jsonl").write_bytes(whole[: ends[2] + 20])  # three lines, and the beginning of a fourth
     resumed = generate(forks, tmp_path, trained_checkpoint(home))
     assert resumed == lines and (tmp_path / "out.jsonl").read_bytes() == whole
-    assert "3 of 10 completions are there already" in (tmp_path / "err0.txt").read_text()
+    assert "3 of 10 completions exist already" in (tmp_path / "err0.txt").read_text()
     generate(forks, tmp_path, trained_checkpoint(home))
     assert (tmp_path / "out.jsonl").read_bytes() == whole
 

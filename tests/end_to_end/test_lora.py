@@ -78,7 +78,7 @@ def test_a_stage_trains_a_new_adapter_beside_that_of_the_stage_before(tmp_path, 
     assert imported.status == 0 and "imported: adapters default of rank 16, style of rank 4." in imported.out
     for given, message in {
         (str(both), "other", "--adapter", "stile"): "did you mean 'style'?",
-        (str(base), "other", "--adapter", "style"): "--adapter is for adapters, and checkpoint",
+        (str(base), "other", "--adapter", "style"): "--adapter is for adapters, but checkpoint",
         (str(both), "other", "--adapter", "style", "--merge"): "not allowed with argument",
     }.items():
         refused = forks.run(tmp_path, "convert", "export", *given)
@@ -91,7 +91,7 @@ def num_bytes(checkpoint) -> int:
 
 def test_an_adapter_without_weights_or_with_a_wrong_name_is_refused_before_the_first_step(tmp_path, forks):
     for given, message in {
-        "peft.r=4": "peft is set, and the stage has no weights to adapt; set init_from",
+        "peft.r=4": "peft is set, but the stage has no weights to adapt; set init_from",
         "peft.target_modules=[q_prj]": "did you mean 'q_proj'?",
         "peft.r=1000": "peft.r=1000 exceeds a dimension of",
         "peft.dim=8": "unknown key 'peft.dim'; did you mean 'peft.r'?",

@@ -116,7 +116,7 @@ def test_tensors_that_are_left_out_are_counted_in_one_line(published, tmp_path, 
     images = [name for name in tensors(source) if name.startswith("model.visual.")]
     lines = [line for line in logged if "left out" in line]
     assert lines == [
-        f"{source}: left out are tensors that are not part of the text model: {len(images)} that read images, such as "
+        f"{source}: tensors that are not part of the text model are left out: {len(images)} that read images, such as "
         f"{min(images)}; 2 others, such as {FURTHER[0]}"
     ]
 

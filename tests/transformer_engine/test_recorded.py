@@ -151,7 +151,7 @@ def test_a_plan_beside_transformer_engine_is_that_of_portable_layers_and_torchs_
         f"from rl_megatron.cli import main; sys.exit(main({PLAN.split()}))",
     )
     without_it = fresh_process.run(printed_plan)
-    note = " It is the plan of portable layers and torch's Adam: Transformer Engine runs only on a GPU."
+    note = " The plan is for the portable layers and torch's Adam: Transformer Engine runs only on a GPU."
     assert found["fits"] and found["source"] == without_it["source"] + note
     # megatron-core's linears then keep a tensor of Transformer Engine, so bytes are not compared.
     assert operators_of(found) == operators_of(without_it)

@@ -2,11 +2,11 @@
 
 While `FakeCuda` is active, tensors on "cuda" are tensors on torch's "meta" device whose `device` is cuda, so every
 operator runs without data and without memory. Tensors on the CPU stay real, because batches are planned from their
-values. Collectives have no peers. An observer gets every operator, allocation, collective and wait.
+values. Collectives have no peers. An observer is called for every operator, allocation, collective and wait.
 
-Two modes of torch answer: one for functions of tensors (functions.py), one for operators (operators.py). patches.py
-lists the other functions that are replaced, and stand_ins.py those of this package. All of them are restored when the
-context ends.
+Two torch modes intercept functions of tensors (functions.py) and operators (operators.py). patches.py lists the other
+functions of torch and megatron-core that are replaced, and stand_ins.py those of this package. All of them are restored
+when the context ends.
 """
 
 from rl_megatron.plan.fake_cuda.device import FakeCuda

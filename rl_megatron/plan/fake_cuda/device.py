@@ -23,10 +23,10 @@ class FakeCuda:
     Args:
         rank: The rank that runs.
         world_size: The number of ranks of the job.
-        observer: It gets operators, memory, collectives and waits.
+        observer: Is called for operators, allocations, collectives and waits.
 
     Raises:
-        ConfigError: This process has been started on the CPU, or has joined a process group.
+        ConfigError: This process already uses the CPU as its device, or has joined a process group.
     """
 
     def __init__(self, rank: int, world_size: int, observer: Observer | None = None):
@@ -56,7 +56,7 @@ class FakeCuda:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Put everything back."""
+        """Restore everything that was replaced."""
         self._undo.close()
 
 

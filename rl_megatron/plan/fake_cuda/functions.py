@@ -1,4 +1,4 @@
-"""Functions of tensors on fake CUDA, whose C++ asks the CUDA driver or names the wrong device."""
+"""Replacements of torch's tensor functions whose C++ code asks the CUDA driver or returns the wrong device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class Functions(TorchFunctionMode):
-    """Answers for functions whose C++ asks the CUDA driver, and sends all others to the meta device."""
+    """A mode that replaces functions whose C++ code asks the CUDA driver, and runs all others on the meta device."""
 
     def __init__(self, sides: Sides):
         super().__init__()
@@ -65,7 +65,7 @@ class Functions(TorchFunctionMode):
         return self._sides.find_device(tensor) == CPU
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return `tensor.to(…)`. It decides itself whether there is anything to do, because C++ compares devices."""
+        """Return `tensor.to(…)`. Whether to copy is decided here, because C++ would compare the meta devices."""
         device, dtype, flags = kwargs.pop("device", None), kwargs.pop("dtype", None), []
         for arg in args:
             if isinstance(arg, torch.dtype):
@@ -98,7 +98,7 @@ class Functions(TorchFunctionMode):
     def _move(self, tensor: Tensor, dtype: torch.dtype, there: torch.device, **kwargs: Any) -> Tensor:
         """Return a copy of a tensor without data on the other side."""
         if there == CPU:
-            return tensor.to(CPU, dtype, **kwargs)  # the operators' mode answers
+            return tensor.to(CPU, dtype, **kwargs)  # the mode of operators.py replaces this copy
         moved = torch.empty(tensor.shape, dtype=dtype, device=META)
         self._sides.observer.on_launch(aten._to_copy.default, (tensor,), {}, moved)
         return moved
@@ -127,7 +127,7 @@ class Functions(TorchFunctionMode):
 
 
 def _read(data: object) -> object:
-    """Return nested lists with tensors read. C++ would read them without asking the operators' mode."""
+    """Read the tensors in nested lists, because C++ would read them without calling the mode of operators.py."""
     if isinstance(data, Tensor):
         return data.tolist()
     if isinstance(data, (list, tuple)) and any(isinstance(value, (Tensor, list, tuple)) for value in data):
@@ -139,10 +139,10 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return attention by the operator that torch chooses on a GPU, which stores what that one stores.
+    """Call the attention operator that torch would choose on a GPU, so that the same tensors are stored.
 
     A mask excludes flash attention, and memory-efficient attention takes it as a bias, not as booleans. Grouped queries
-    exclude memory-efficient attention. If nothing is left, all scores are stored.
+    exclude memory-efficient attention. If both are excluded, all scores are stored.
     """
     with torch._C.DisableTorchFunction():
         on_device, head = is_meta(query), query.size(-1)
@@ -165,7 +165,7 @@ def _attention(
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Return RMSNorm as torch computes it on a GPU, in one operator; a build without CUDA would use many."""
+    """Return RMSNorm by one operator, as torch computes it on a GPU; torch built without CUDA would call many."""
     if is_meta(x) and weight is not None:
         return _RmsNorm.apply(x, weight)
     with torch._C.DisableTorchFunction():
@@ -173,7 +173,7 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The memory of torch's RMSNorm on a GPU: it keeps its input and, in fp32, a factor for each norm."""
+    """RMSNorm with the memory of torch's GPU kernel: it keeps its input and one fp32 factor per normalized vector."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Operators on tensors without data: those that need data or peers are answered, and all are reported."""
+"""The mode for operators on tensors without data: it replaces those that need data or peers, and reports all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 aten = torch.ops.aten
-_REAL_COPY_BYTES = 1 << 26  # larger tensors that are copied to the host are not allocated there either
+_REAL_COPY_BYTES = 1 << 26  # tensors above this size have no data on the host either, after a copy to it
 
 _READS = {aten._local_scalar_dense.default}
 _DEPENDS_ON_DATA = {
@@ -27,7 +27,7 @@ _INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default,
 
 
 class Operators(TorchDispatchMode):
-    """Runs operators on tensors without data, and answers those that need data or peers."""
+    """A mode that runs operators on tensors without data, and replaces those that need data or peers."""
 
     def __init__(self, sides: Sides):
         super().__init__()
@@ -71,7 +71,7 @@ class Operators(TorchDispatchMode):
                     f"{func.name()} returns a number of values that depends on the data, which is unknown without a GPU"
                 )
             self._check_devices(func, args, kwargs, tensors)
-            # Without data, torch up to 2.12 takes the dtype for a factor.
+            # On meta tensors, torch up to 2.12 mistakes this operator's dtype argument for a factor, so it is not run.
             result = kwargs["out"] if func is aten.addmm.dtype_out else func(*args, **kwargs)
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.is_meta:
@@ -94,7 +94,7 @@ class Operators(TorchDispatchMode):
         return result
 
     def _check_devices(self, func: OpOverload, args: tuple, kwargs: dict, tensors: list[Tensor]) -> None:
-        """Refuse tensors of both devices, as CUDA does, and report the transfers and reads within an operator."""
+        """Refuse operands on different devices, as CUDA does, and report the transfers and reads within an operator."""
         observer = self._sides.observer
         real = [x for x in tensors if not x.is_meta or self._sides.is_on_host(x)]
         if func in (aten._to_copy.default, aten.copy_.default):
@@ -105,7 +105,7 @@ class Operators(TorchDispatchMode):
         if func in _INDEXING:
             indices = [x for x in args[1] if x is not None]
             written = args[2] if len(args) > 2 else None
-            fills = written is not None and written.numel() == 1  # CUDA then fills by the mask
+            fills = written is not None and written.numel() == 1  # CUDA then fills masked entries without a count
             if any(x.dtype in (torch.bool, torch.uint8) for x in indices) and not fills:
                 observer.on_wait(f"{func.name()} with a mask needs to know how many entries it has")
             if any(not x.is_meta for x in indices):
@@ -118,7 +118,7 @@ class Operators(TorchDispatchMode):
             )
 
     def _communicate(self, func: OpOverload, args: tuple, kwargs: dict) -> object:
-        """Return a collective's result. The outputs exist already, and there is no peer to write them."""
+        """Report a collective, and return its result: the outputs exist already, and no peer writes to them."""
         from torch._C._distributed_c10d import FakeWork
 
         with torch._C.DisableTorchFunction():
@@ -146,5 +146,5 @@ def _non_blocking(args: tuple, kwargs: dict) -> bool:
 
 
 def _planned_value(dtype: torch.dtype) -> bool | int | float:
-    """Return the value that a read of the device gives. A step continues: counts are above 0, and flags are true."""
+    """Return the value of a read from the device: flags are true, and fp32 counts 1, so that a step continues."""
     return 1.0 if dtype.is_floating_point else dtype == torch.bool

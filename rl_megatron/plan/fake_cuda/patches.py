@@ -1,9 +1,9 @@
 """The functions of torch and megatron-core that `FakeCuda` replaces while it is active.
 
 - Functions of `torch.cuda` ask the driver, for streams, events, generators and memory.
-- `Module._apply` drops the marks of parameters that change their device from "cpu" to "meta".
-- For a backward pass, torch switches off the mode of functions, although the pass runs Python code.
-- `UntypedStorage.resize_`, by which megatron-core frees gradient buffers, is not an operator.
+- `Module._apply` drops the Python attributes of parameters that change their device from "cpu" to "meta".
+- For a backward pass, torch switches off the mode of functions.py, although the pass runs Python code.
+- `UntypedStorage.resize_`, by which megatron-core frees gradient buffers, is not an operator that a mode sees.
 - `new_group` would write an entry to the store for each of thousands of groups without this rank.
 - megatron-core reads the generator's state, and the number of tokens of each expert.
 """
@@ -31,7 +31,7 @@ _MISSING = object()
 
 
 def list_replacements(sides: Sides, functions: TorchFunctionMode) -> list[tuple[object, str, object]]:
-    """Return what is replaced: owner, name of the attribute, and its replacement."""
+    """Return the replacements: (owner, name of the attribute, its new value)."""
     return [
         *_list_cuda_replacements(sides),
         *_list_torch_replacements(sides, functions),
@@ -55,7 +55,7 @@ def patch_attribute(owner: object, name: str, replacement: object) -> Iterator[N
 
 
 def _list_cuda_replacements(sides: Sides) -> list[tuple[object, str, object]]:
-    """Return the functions of torch.cuda that ask the driver, with what they return without one."""
+    """Return replacements of the functions of `torch.cuda` that ask the driver."""
 
     class Inert:
         """A CUDA stream or event. Nothing runs, so nothing is waited for."""
@@ -88,7 +88,7 @@ def _list_cuda_replacements(sides: Sides) -> list[tuple[object, str, object]]:
     def synchronize(*args: object) -> None:
         sides.observer.on_wait("the device is waited for")
 
-    def nothing() -> Callable:  # torch's compiler, to which megatron-core gives functions, wants one for each name
+    def nothing() -> Callable:  # torch's compiler, which megatron-core calls, needs a different function for each name
         return lambda *args, **kwargs: None
 
     module = torch.cuda

@@ -1,4 +1,4 @@
-"""What the parts of `FakeCuda` share: which tensors are on which side, the observer, and the tokens of each expert."""
+"""The state that the parts of `FakeCuda` share: the device of each tensor, the observer, and the tokens per expert."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Observer:
     def on_allocation(
         self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: OpOverload | None
     ) -> None:
-        """Take note of a tensor that an operator returned, on the device or on the host. Its memory may be known."""
+        """Take note of a tensor that an operator returned, on the device or the host. Its storage may be known."""
 
     def on_resize(self, storage: torch.UntypedStorage) -> None:
-        """Take note that memory may have another size than before. It is 0 if it has been freed for a while."""
+        """Take note that the size of a storage may have changed; it is 0 while the memory is freed."""
 
     def on_launch(self, operator: OpOverload, args: tuple, kwargs: dict, result: object) -> None:
         """Take note of an operator on the device."""
@@ -49,17 +49,17 @@ class Sides:
         self._on_host: set[int] = set()  # storages of tensors on the host that are too large to be real
 
     def find_device(self, tensor: Tensor) -> torch.device:
-        """Return the device that a tensor claims to be on. The tensor's own `device` must not be asked."""
+        """Return the device that a tensor pretends to be on. Do not read `tensor.device`, which calls this method."""
         if not is_meta(tensor):
             return CPU
         return CPU if self.is_on_host(tensor) else CUDA
 
     def is_on_host(self, tensor: Tensor) -> bool:
-        """Return whether a tensor without data belongs to the host."""
+        """Return whether a tensor without data counts as on the host."""
         return bool(self._on_host) and tensor.untyped_storage()._cdata in self._on_host
 
     def put_on_host(self, tensor: Tensor) -> None:
-        """Mark a tensor without data as one of the host."""
+        """Mark a tensor without data as on the host."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._on_host:
             self._on_host.add(storage._cdata)
@@ -73,7 +73,7 @@ def is_active() -> bool:
 
 
 def report_launch(operator: OpOverload, operands: tuple, result: _T) -> _T:
-    """Report a kernel that torch does not see, as `operator` of `operands`, and return its result."""
+    """Report a kernel that torch does not dispatch as if it were `operator` of `operands`, and return its result."""
     if _active is not None:
         with torch._C.DisableTorchFunction():
             _active.observer.on_launch(operator, operands, {}, result)
@@ -81,13 +81,13 @@ def report_launch(operator: OpOverload, operands: tuple, result: _T) -> _T:
 
 
 def activate(sides: Sides | None) -> None:
-    """Set which device is active, or None."""
+    """Set the state of the active `FakeCuda`, or None."""
     global _active
     _active = sides
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """Return whether a tensor has no data, also within the modes."""
+    """Return whether a tensor has no data, also while the modes are active."""
     with torch._C.DisableTorchFunction():
         return tensor.is_meta
 
@@ -113,9 +113,9 @@ class BalancedExperts:
         self._dispatcher, self._routed = dispatcher, routing_map.size(0) * dispatcher.config.moe_router_topk
 
     def counts(self, tensor: Tensor) -> Tensor:
-        """Return the counts that the dispatcher copies to the host instead of `tensor`.
+        """Return balanced counts in place of `tensor`, which the dispatcher would copy to the host.
 
-        All ranks have the same number of tokens.
+        All ranks are assumed to have the same number of tokens.
         """
         dispatcher = self._dispatcher
         expert_tokens = torch.full((dispatcher.num_experts,), self._routed // dispatcher.num_experts)

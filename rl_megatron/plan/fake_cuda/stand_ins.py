@@ -1,4 +1,4 @@
-"""Replacements of this package's functions on fake CUDA: Triton's kernels, and what would read or write values.
+"""Replacements of this package's functions on fake CUDA: Triton kernels, and functions that read or write values.
 
 The package itself does not know of fake devices. Everything that it does differently on one is listed here.
 """
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def list_stand_ins() -> list[tuple[object, str, object]]:
-    """Return what is replaced: owner, name of the attribute, and its replacement."""
+    """Return the replacements: (owner, name of the attribute, its new value)."""
     triton_layers = SimpleNamespace(
         turn_heads=_turn_heads, gated_silu=_gated_silu, gated_silu_gradient=_gated_silu_gradient
     )
@@ -34,9 +34,10 @@ def list_stand_ins() -> list[tuple[object, str, object]]:
         # Parameters have no data to fill. Drawing it for a large model would take minutes.
         (shards, "plan_drawing", _draw_nothing),
         (LinearAdapter, "fill", _do_nothing),
-        # The flash kernel needs the lengths on the device. Batches of equal lengths do the same work.
+        # The flash kernel for packs needs the lengths on the device. For equal lengths, the other path does the same
+        # work.
         (PortableAttention, "attends_within_pack", _return_false),
-        # No other rank reports what it holds.
+        # No other rank reports the weights that it holds.
         (WeightExporter, "check_coverage", _do_nothing),
     ]
 

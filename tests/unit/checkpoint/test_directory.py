@@ -69,7 +69,7 @@ def test_a_score_that_may_have_been_trained_at_another_token_is_said_once(tmp_pa
     for _ in range(2):
         assert check_head(tmp_path, {"head": "score"}, "score", weights_only=True) is False
     (message,) = logged
-    assert "does not say at which token its score was trained" in message and str(tmp_path) in message
+    assert "does not record at which token its score was trained" in message and str(tmp_path) in message
 
 
 def test_one_changed_byte_is_damage(tmp_path):

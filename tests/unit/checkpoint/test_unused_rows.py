@@ -81,7 +81,7 @@ def test_the_line_has_the_count_the_mean_and_the_largest_probability():
     line = str(UnusedRows(3, 20, (0.25, 0.5)))
     assert line == (
         "3 of the 20 rows of the embedding have no token; together they have probability 0.375 (mean of 2 positions of "
-        "a text, at most 0.5); training leaves them out of every softmax, transformers and inference servers do not"
+        "a text, at most 0.5); training leaves them out of every softmax, but transformers and inference servers do not"
     )
 
 

@@ -139,7 +139,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "the checkpoint to export is missing": (("convert", "export", "absent", "new"), "checkpoint absent does not exist"),
     "generate has no weights": (
         ("generate", "--prompts", "good.jsonl", "--output", "out.jsonl"),
-        "init_from is not set, and generate needs trained weights",
+        "init_from is not set, but generate needs trained weights",
     ),
     "the weights to generate with are missing": (
         ("generate", "init_from=absent", *_GENERATE[2:]),

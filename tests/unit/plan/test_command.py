@@ -163,7 +163,7 @@ def test_a_critic_is_a_second_model_with_phases_of_its_own(capsys):
 def test_a_vocabulary_that_is_not_given_is_warned_about(capfd):
     arguments = [argument for argument in SMALL if not argument.startswith("model.vocab_size")]
     assert main([*arguments, *ALONE]) == 0
-    assert "planned with tokenizer.vocab_size=" in capfd.readouterr().err
+    assert "the plan uses tokenizer.vocab_size=" in capfd.readouterr().err
     assert main([*SMALL, *ALONE]) == 0
     assert "tokenizer.vocab_size" not in capfd.readouterr().err
 
@@ -305,7 +305,7 @@ def test_a_phase_that_cannot_be_planned_is_named_with_its_rank_and_the_cause(fre
         (["--nodes", "4096"], "a plan has at most 16384"),
         (["parallel.tensor=3"], "does not divide the world size 8"),
         (["parallel.tensor=8"], "must divide model.num_attention_heads"),
-        (["plan.prompt_tokens=1000"], "plan.prompt_tokens=1000 leaves no response"),
+        (["plan.prompt_tokens=1000"], "plan.prompt_tokens=1000 leaves no response tokens"),
         (["plan.prompt_tokens=100", "plan.response_tokens=100"], "exceeds model.max_sequence_length=128"),
         (["train.micro_batch_tokens=16"], "train.micro_batch_tokens=16 is less than 1 sequence"),
         (["model.vocab_size=null", "tokenizer.path=nowhere"], "set model.vocab_size"),

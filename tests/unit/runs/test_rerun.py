@@ -260,7 +260,7 @@ def test_without_a_run_there_nothing_is_moved(tmp_path, loaded):
 def test_without_resume_a_run_does_not_read_files_of_the_run_that_it_moves(run, loaded, key):
     inside = run / "checkpoints" / "sft" / "step-000004"
     message = refusal(loaded(*BASE, "resume=false", f"{key}={inside}"))
-    assert re.match(rf"{key}=.*step-000004 lies in output_dir=.* moves the run there aside; set another", message)
+    assert re.match(rf"{key}=.*step-000004 is in output_dir=.* whose run resume=false moves aside; set", message)
 
 
 # --- initial weights ---

@@ -43,7 +43,9 @@ def run(monkeypatch, tmp_path):
 
 def test_the_batches_since_the_checkpoint_are_left_out(run, logged):
     assert run({14}) == [*range(1, 11), *range(15, 45)]
-    assert logged == ["batch 14; going back to step 10, and on with the batches after this one (1 of at most 2 times)"]
+    assert logged == [
+        "batch 14; going back to step 10, and continuing with the batches after this one (1 of at most 2 times)"
+    ]
 
 
 def test_roll_backs_to_one_checkpoint_are_bounded_and_others_are_counted_anew(run):
