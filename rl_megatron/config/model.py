@@ -71,9 +71,7 @@ class ModelConfig:
     rope_base: PositiveFloat = 10_000.0  # base θ of the RoPE frequencies
     rope_scaling: RopeScaling | None = None  # stretches RoPE to longer contexts: kind linear, llama3 or yarn; null: off
     partial_rotary_factor: PositiveFloat = 1.0  # leading share of a head's dimensions that RoPE rotates (GLM: 0.5)
-    rope_interleaved: bool = (
-        False  # RoPE pairs neighbouring dimensions (dense GLM-4); false: one dimension of each half
-    )
+    rope_interleaved: bool = False  # RoPE pairs neighbouring dimensions (dense GLM-4); false: one of each half
     local_rope_base: PositiveFloat | None = None  # RoPE base of windowed layers, unscaled (Gemma 3); null: rope_base
     norm_epsilon: PositiveFloat = 1e-5  # added to the mean square in every RMSNorm
     zero_centered_norm: bool = False  # norms multiply by 1 + weight instead of weight (Gemma)
