@@ -1,1 +1,1 @@
-"""Training from Python: functions that take a model, data and reward functions, and run what a configuration runs."""
+"""Training from Python: functions that turn a model, data and reward functions into a configuration, and run it."""

@@ -1,4 +1,4 @@
-"""Find the weights that a run starts from: a checkpoint, or a Hugging Face directory, which becomes one."""
+"""Find the weights that a run starts from: a checkpoint, or a Hugging Face directory, which is imported as one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.log import LOGGER
 from rl_megatron.model.families import read_model
 
-# The checkpoint that is made of a Hugging Face directory is next to the output directory, so that resume=false, which
-# moves an earlier run aside, does not move it.
+# An imported checkpoint is next to the output directory, not in it, because resume=false moves the output directory of
+# an earlier run aside.
 _SUFFIX = ".imported"
 _CHECKPOINT = "checkpoint"
-_SOURCE = "source.json"  # which files it was made from
+_SOURCE = "source.json"  # lists the files that the checkpoint was imported from
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StartingModel:
 
     Attributes:
         checkpoint: The checkpoint with these weights; None if a Hugging Face directory has not been imported yet.
-        settings: The sections of the configuration that stand for the checkpoint until there is one.
+        settings: Sections of the configuration, `model` and `tokenizer`, to use until the checkpoint exists.
     """
 
     source: Path
@@ -37,7 +37,7 @@ class StartingModel:
     def find(cls, model: str | os.PathLike[str], output_dir: Path) -> Self:
         """Return the checkpoint or the Hugging Face directory at `model`.
 
-        A directory whose architecture is unknown, or that changed since it was imported, is a ConfigError.
+        Raise ConfigError if the architecture of a directory is unknown, or its files changed since it was imported.
         """
         source = Path(model)
         if (source / MANIFEST).is_file():
@@ -59,7 +59,7 @@ class StartingModel:
     def import_into(self, output_dir: Path, device: str) -> Path:
         """Import the Hugging Face directory, and return the checkpoint. Collective under torchrun; rank 0 imports.
 
-        `device` is the key of the configuration, for the process group.
+        `device` is the configuration's `device`, for which the process group is started.
         """
         imported = _choose_import_path(output_dir)
         if "RANK" not in os.environ:
@@ -94,17 +94,17 @@ def _import(source: Path, imported: Path) -> None:
 
 
 def _refuse_another(source: Path, imported: Path) -> None:
-    """Refuse a directory if the checkpoint was made from another one, or if it changed since."""
+    """Raise ConfigError if the checkpoint was imported from another directory, or if this one has changed since."""
     record = imported.with_name(_SOURCE)
     if not record.is_file() or json.loads(record.read_text("utf-8")) != _list_files(source):
         raise ConfigError(
             f"model={source}: {imported} was made from other files; choose another output_dir, or set "
-            f"model={imported} to continue with them"
+            f"model={imported} to use that checkpoint"
         )
 
 
 def _list_files(source: Path) -> dict[str, object]:
-    """Return the sizes and times of a directory's files, which change with them; no weights are read."""
+    """Return the sizes and modification times of a directory's files, which show changes without reading weights."""
     files = sorted(path for path in source.iterdir() if path.is_file())
     return {
         "directory": str(source.resolve()),

@@ -19,7 +19,7 @@ Reward = Callable[..., Any] | str | Mapping[str, Any]
 Data = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any]
 
 assert functions  # its import registers the functions of the package
-_PRESETS = ("generation", "loss", "parallel")  # sections that a name of a preset can choose
+_PRESETS = ("generation", "loss", "parallel")  # sections for which the name of a preset can be given
 _OF_SEVERAL_STAGES = ("experiment", "stages")
 
 
@@ -33,8 +33,8 @@ def run_config(
 ) -> RunConfig:
     """Return the configuration of a run with one stage.
 
-    It starts from the weights `begin`, or from new ones if that is None. `data` is `data.path` or the section `data`;
-    None if the settings have it. For the other arguments, see `train`.
+    The run starts from the weights `begin`, or from new weights if it is None. `data` is `data.path` or the section
+    `data`; None: the settings contain it. For the other arguments, see `train`.
     """
     tree = _nest(settings)
     for name in _OF_SEVERAL_STAGES:
@@ -63,10 +63,10 @@ def run_config(
 
 
 def reward_functions(rewards: Sequence[Reward] | Reward) -> list[dict[str, Any]]:
-    """Return `reward.functions` for functions, their names, and mappings of the keys of one entry; or for one of them.
+    """Return `reward.functions` for one reward or several: Python functions, names, or mappings with an entry's keys.
 
     A Python function is registered under its own name. A later function of the same name replaces it, because a cell of
-    a notebook may run again. It may not have the name of a function of the package or of a plugin.
+    a notebook may run again. A function of the package or of a plugin cannot be replaced.
     """
     entries = []
     several = [rewards] if callable(rewards) or isinstance(rewards, str | Mapping) else rewards

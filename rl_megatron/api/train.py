@@ -45,15 +45,15 @@ def train(
     rewards: Sequence[Reward] | Reward = (),
     **settings: Any,
 ) -> TrainingResult:
-    """Train a model, as `rl-megatron train algorithm=…` does, in this process and the other ranks under torchrun.
+    """Train a model in this process, or on all ranks of torchrun, as `rl-megatron train algorithm=…` does.
 
     A run in the same `output_dir` continues from its newest checkpoint.
 
     Args:
         algorithm: The name of a registered algorithm: pretrain, sft, reward_model, dpo, grpo, ppo or a plugin's.
         output_dir: The directory of metrics, checkpoints and the effective configuration.
-        model: A Hugging Face directory, which is imported into `OUTPUT_DIR.imported` once, or a checkpoint. None begins
-            with new weights of the section `model`.
+        model: A Hugging Face directory, which is imported into `OUTPUT_DIR.imported` once, or a checkpoint. None: new
+            weights for the model that the section `model` describes.
         data: The data: a file, a directory, a pattern, or a list of them (`data.path`), or the keys of the section
             `data`, as in `{"dataset_name": "my/data", "split": "train"}`.
         rewards: A reward function, or a list of them, whose sum is the reward: Python functions, names of registered
@@ -125,7 +125,7 @@ def _run(config: RunConfig) -> TrainingResult:
         leave_together()
         raise
     finally:
-        # Under torchrun the group stays: a second one would meet the addresses of the first in torchrun's store.
+        # With several ranks the group stays: a second one would find the first one's addresses in torchrun's store.
         if not was_initialized and dist.is_initialized() and dist.get_world_size() == 1:
             leave()
     output_dir = Path(config.output_dir)

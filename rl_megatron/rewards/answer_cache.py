@@ -1,4 +1,4 @@
-"""`AnswerCache`: answers of a judge on disk, by a digest of everything that decides them."""
+"""`AnswerCache`: answers of a judge on disk, by a digest of the request."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ OFF = "off"
 class AnswerCache:
     """A directory with one file per answer. Many processes may share it.
 
-    A file appears whole or not at all, and the first answer stays: a process that comes later with another answer to
-    the same request gets the first one.
+    Files are written atomically, and the first answer is kept: a process that stores another answer to the same request
+    gets the first one.
     """
 
     def __init__(self, directory: str | None):
@@ -43,7 +43,7 @@ class AnswerCache:
         return answer if isinstance(answer, str) else None
 
     def put(self, key: str, answer: str) -> str:
-        """Keep an answer; return the one that is kept, which is another process's if that came first."""
+        """Store an answer, unless another process has stored one; return the stored answer."""
         if self._directory is None:
             return answer
         file = self._file(key)
@@ -60,7 +60,7 @@ class AnswerCache:
                 with suppress(FileNotFoundError):
                     os.unlink(partial.name)
         except OSError as error:
-            log.once(f"answers of a judge cannot be kept in {self._directory} ({error}); set cache_dir, or to {OFF}")
+            log.once(f"answers of a judge cannot be kept in {self._directory} ({error}); set cache_dir (or to {OFF!r})")
             return answer
         kept_answer = self.get(key)
         return answer if kept_answer is None else kept_answer

@@ -1,4 +1,4 @@
-"""`Endpoint`: JSON requests to a server that may be busy, slow or far away. Failures that may pass are tried again."""
+"""`Endpoint`: JSON requests to a server that may be busy or slow. Requests that fail temporarily are sent again."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import httpx2
 
 from rl_megatron import log
 
-_MAY_PASS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})  # statuses that another attempt may not meet
+_MAY_PASS = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})  # statuses of temporary failures
 _REFUSES_KEY = (401, 403)
-_LONGEST_EXCERPT = 300  # characters of a server's own message
+_LONGEST_EXCERPT = 300  # characters of a server's answer in a message
 T = TypeVar("T")
 
 
@@ -30,11 +30,11 @@ class BadReply(ValueError):
 
 @dataclass(frozen=True)
 class _FailedAttempt:
-    """An attempt that failed, while another one may succeed.
+    """A failed attempt after which another one may succeed.
 
     Attributes:
-        is_late: Whether there was no answer in time.
-        wait_seconds: How long the server asks to wait, or 0.
+        is_late: Whether the attempt timed out.
+        wait_seconds: How long the server asks the client to wait, or 0.
     """
 
     message: str
@@ -44,15 +44,15 @@ class _FailedAttempt:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An address that takes JSON by POST. It owns the connections, which are opened by the first request.
+    """A URL that accepts JSON by POST, and the connections to it, which the first request opens.
 
     Attributes:
-        url: The whole address of the requests.
+        url: The full URL of the requests.
         api_key_env: The environment variable with the key that is sent as `Authorization: Bearer`. None: no key.
         request_seconds: How long one attempt may take.
-        retries: How many further attempts a request has.
-        backoff_seconds: The wait before the first of them, which doubles before each further one. A random part of up
-            to half of it is left out, so that many requests do not come back together.
+        retries: The number of attempts after the first.
+        backoff_seconds: The wait before the first retry. It doubles for each further one. A random part, up to half, is
+            subtracted, so that many requests are not repeated at the same moment.
         longest_wait_seconds: The longest wait, also if the server's header `Retry-After` asks for a longer one.
     """
 
@@ -82,15 +82,15 @@ class Endpoint:
         self._key  # noqa: B018  # a missing variable is found before the first step
 
     async def post(self, body: dict[str, Any], read: Callable[[Any], T]) -> tuple[T, int]:
-        """Send a request until it is answered; return what `read` makes of the answer, and the number of attempts.
+        """Send a request until it is answered; return the result of `read`, and the number of attempts.
 
         Args:
             body: The request.
-            read: A function of the decoded JSON, which raises BadReply if that has another form than it should.
+            read: Reads the decoded JSON of the answer; raises BadReply if its form is wrong.
 
         Raises:
             EndpointFailed: The endpoint refused the request, or no attempt gave a usable answer.
-            TimeoutError: The last attempt had no answer in time.
+            TimeoutError: The last attempt timed out.
         """
         failed = None
         for attempt in range(self.retries + 1):
@@ -119,7 +119,7 @@ class Endpoint:
         if response.status_code in _MAY_PASS:
             return _FailedAttempt(status, wait_seconds=_read_retry_after(response.headers.get("retry-after")))
         if response.status_code in _REFUSES_KEY:
-            raise EndpointFailed(f"{status}; name the variable that has its key in api_key_env")
+            raise EndpointFailed(f"{status}; set api_key_env to the name of the variable with its key")
         if response.status_code != 200:
             raise EndpointFailed(status)
         try:
@@ -139,7 +139,7 @@ class Endpoint:
 
     @cached_property
     def _address(self) -> str:
-        """Return the address for messages: its query may hold a key."""
+        """Return the URL for messages, without its query, which may contain a key."""
         return self.url.partition("?")[0]
 
     @cached_property
@@ -151,18 +151,18 @@ class Endpoint:
         if not key:
             raise ValueError(f"api_key_env={self.api_key_env}: the variable is not set; export the key in it")
         if not key.isascii() or not key.isprintable():
-            raise ValueError(f"api_key_env={self.api_key_env}: the variable's text has characters that no key has")
+            raise ValueError(f"api_key_env={self.api_key_env}: the variable's text is not printable ASCII")
         return key
 
     @cached_property
     def _client(self) -> httpx2.AsyncClient:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
-        return httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)  # `_attempt` limits the whole answer
+        return httpx2.AsyncClient(headers=headers, limits=limits, timeout=None)  # `_attempt` limits the whole time
 
 
 def _read_retry_after(header: str | None) -> float:
-    """Return the seconds that a header `Retry-After` asks for, or 0: a date in it is left to the usual wait."""
+    """Return the seconds of a header `Retry-After`, or 0 if it is absent or a date."""
     try:
         return max(float(header or 0), 0.0)
     except ValueError:

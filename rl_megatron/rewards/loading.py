@@ -1,4 +1,4 @@
-"""Make the list of a stage's reward functions, and check it before the first step, without torch."""
+"""Build the specs of a stage's reward functions, and check the functions before the first step, without torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ assert functions  # its import registers the functions of this package
 
 
 def build_specs(settings: RewardConfig) -> list[FunctionSpec]:
-    """Return the functions of `reward.functions`, as workers load them, without those that run on ranks."""
+    """Return the specs of the functions in `reward.functions` that run in workers, and not on ranks."""
     specs, runs_on_ranks = [], list_models_on_ranks(settings)
     for index, function in enumerate(settings.functions):
         if index in runs_on_ranks:
@@ -35,7 +35,7 @@ def build_specs(settings: RewardConfig) -> list[FunctionSpec]:
             specs.append(FunctionSpec(target=function.target, **common))
         elif function.name not in REWARDS:
             raise ConfigError(
-                f"{where}: there is no reward function of this name, and a function of your own is named as in "
+                f"{where}: there is no reward function of this name; a function in your own file is named as in "
                 f"file.py:name{nearest(function.name, REWARDS)}"
             )
         else:
@@ -44,7 +44,7 @@ def build_specs(settings: RewardConfig) -> list[FunctionSpec]:
 
 
 def build_task_spec(task: Task) -> FunctionSpec:
-    """Return the reward of a task, as workers load it: with the task's options, without the data that it has read."""
+    """Return the spec of a task's reward: the task with its options, but without the data that it has read."""
     where = f"the task {task.name!r}"
     if is_dataclass(task) and all(field.init for field in fields(task)):
         task = replace(task)
@@ -52,9 +52,9 @@ def build_task_spec(task: Task) -> FunctionSpec:
 
 
 def check_rewards(stage: StageConfig, loads: bool) -> None:
-    """Check the reward functions of a stage that scores completions, and that there is one if problems have no reward.
+    """Check a stage's reward functions, if it scores completions; require one if its problems have no reward.
 
-    Only the functions' names are checked, unless a worker process `loads` the functions.
+    Check only the functions' names, or, if `loads`, load the functions in a worker process.
     """
     has_rewards = stage.reward.functions or stage.data.has_rewards or stage.rollout.environment.name is not None
     if stage.scores_completions and not has_rewards:
@@ -75,7 +75,7 @@ def check_rewards(stage: StageConfig, loads: bool) -> None:
 
 
 def check_functions(settings: RewardConfig, problems: Iterable[Problem]) -> None:
-    """Load the functions of `reward.functions` in a worker process, and check that the problems have what they need."""
+    """Load `reward.functions` in a worker process, and check that the problems have the fields that they need."""
     specs = build_specs(settings)
     if not specs:
         return
@@ -99,7 +99,7 @@ def check_fields(
             if name not in problem.record:
                 field_names = ", ".join(sorted(map(str, problem.record))) or "none"
                 raise ConfigError(
-                    f"{spec.where}: {spec.label} needs the parameter {name!r}, and a record has no such field "
+                    f"{spec.where}: {spec.label} needs the parameter {name!r}, but a record has no such field "
                     f"({problem.as_record().location}; its fields: {field_names}); give the parameter a default, or "
                     "set it in kwargs"
                 )

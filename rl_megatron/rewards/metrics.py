@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from rl_megatron.config.metrics import Metric
 
-# The names of these metrics contain the label of a function, and its own names of metrics.
+# In these names, <function> is the label of a function, and <metric> the name of a metric that it returns.
 OF_FUNCTIONS = (
     Metric("reward_<function>_score", "reward", "The mean score of the function, before its weight.", "mean"),
     Metric(
         "reward_<function>_<metric>",
         "the function's",
-        "The mean of a metric that the function returns beside its score, over the samples for which it does.",
+        "The mean of a metric that the function returns beside its score, over the samples that have the metric.",
         "mean",
     ),
     Metric(

@@ -21,7 +21,7 @@ from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.rewards.samples import Description, Sample
 
 Form = Literal["sample", "list", "verl", "problem"]
-LIST_PARAMETERS = {"prompts", "completions"}  # a function that names one of them has TRL's form
+LIST_PARAMETERS = {"prompts", "completions"}  # a function with one of these parameters has TRL's form
 VERL_PARAMETERS = {"data_source", "solution_str"}
 _ALL_VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRAJECTORY_PARAMETERS = ("messages", "turns", "metadata", "environment_reward")
@@ -31,7 +31,7 @@ _PROVIDED = {
     "list": ("prompts", "completions", "completion_ids", "log_metric", "log_extra", *_TRAJECTORY_PARAMETERS),
     "verl": _ALL_VERL_PARAMETERS,
 }
-# Other names that datasets have for the reference answer. They stand for it if the record has no such field.
+# Names of datasets for the reference answer. A parameter of such a name gets it if the record has no such field.
 _ANSWER_NAMES = ("answer", "ground_truth", "solution")
 # Metrics that this package adds to each function's own.
 ERRORS, TIMEOUTS, SCORE = "errors", "timeouts", "score"
@@ -45,18 +45,18 @@ class BadFunction(ValueError):
 
 
 class RewardFunction:
-    """A function with its further arguments, which is called in its own form."""
+    """A reward function with its configured arguments, which is called according to its form."""
 
     def __init__(self, function: Callable[..., Any], label: str, kwargs: Mapping[str, object] | None = None):
         """Read the function's signature.
 
         Args:
-            function: The function, or a class, which is instantiated with the arguments.
+            function: The function, or a class, which is instantiated with `kwargs`.
             label: Its name in messages.
             kwargs: Further arguments by name.
 
         Raises:
-            BadFunction: The signature has no form that can be called, or does not take the arguments.
+            BadFunction: The signature has none of the forms, or does not accept `kwargs`.
         """
         self.label, self._kwargs = label, dict(kwargs or {})
         if inspect.isclass(function):
@@ -71,7 +71,7 @@ class RewardFunction:
         self._names = {parameter.name for parameter in named}
         for parameter in parameters:
             if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
-                raise BadFunction(f"{label}'s parameter {parameter.name!r} has no name to call it by; remove the '/'")
+                raise BadFunction(f"{label}'s parameter {parameter.name!r} is positional-only; remove the '/'")
         for name in self._kwargs:
             if name not in self._names and not self._takes_all:
                 raise BadFunction(f"{label} takes no argument {name!r}{nearest(name, self._names)}")
@@ -84,7 +84,7 @@ class RewardFunction:
             raise BadFunction(f"{label} takes no part of a sample, such as 'completion'; give it a parameter for one")
         if self.form == "verl" and self._needed:
             raise BadFunction(
-                f"{label} has verl's form and needs {list(self._needed)}, which verl's functions do not get"
+                f"{label} has verl's form and needs {list(self._needed)}, which functions of this form do not get"
             )
 
     @property
@@ -97,7 +97,7 @@ class RewardFunction:
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
 
     def describe(self) -> Description:
-        """Return what the parent process needs to know to share the calls out."""
+        """Return the description by which the parent process distributes calls."""
         return Description(self.label, self.form, self.is_async, self._needed)
 
     def call(self, sample: Sample) -> Any:
@@ -110,7 +110,7 @@ class RewardFunction:
 
         Args:
             samples: The samples.
-            log_metric: Takes a metric of the whole list, as TRL's functions report them.
+            log_metric: The function that TRL's reward functions call to report a metric of the whole list.
         """
         return self._function(**self._list_arguments(samples, log_metric) | self._kwargs)
 
@@ -176,7 +176,7 @@ class TaskReward:
         self.label, self._task = label, task
 
     def describe(self) -> Description:
-        """Return what the parent process needs to know to share the calls out."""
+        """Return the description by which the parent process distributes calls."""
         return Description(self.label, self.form, inspect.iscoroutinefunction(self._task.reward), ())
 
     def call(self, sample: Sample) -> Any:
@@ -193,7 +193,7 @@ def get_ground_truth(problem: Problem) -> object:
 
 
 def get_reference_answer(problem: Problem) -> Any:
-    """Return the reference answer: the record's own value, unless a task has taken its answer out of it."""
+    """Return the reference answer: the record's `answer` with its own type, unless a task has changed its text."""
     value = problem.record.get("answer")
     return value if value is not None and str(value) == problem.answer else problem.answer
 
@@ -211,7 +211,7 @@ def get_prompt_messages(problem: Problem) -> list[Mapping[str, Any]] | None:
 
 
 def run_async(result: object, loop: asyncio.AbstractEventLoop) -> object:
-    """Return a function's result; one that has to be awaited is awaited in `loop`."""
+    """Return a function's result; if it is awaitable, await it in `loop`."""
 
     async def wait(awaitable: Awaitable[object]) -> Any:
         return await awaitable
@@ -220,7 +220,7 @@ def run_async(result: object, loop: asyncio.AbstractEventLoop) -> object:
 
 
 def _trajectory_arguments(sample: Sample) -> dict[str, Any]:
-    """Return the arguments for what several turns have; those of a single turn follow from the completion."""
+    """Return the arguments about the trajectory; if it has a single turn, they are built from the completion."""
     messages = list(sample.messages)
     if not messages:
         prompt = get_prompt_messages(sample.problem) or [{"role": "user", "content": sample.problem.prompt}]

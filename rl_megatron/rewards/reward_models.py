@@ -1,7 +1,7 @@
 """Reward models on the ranks of the policy: they score whole sequences in sharded batches, like a value model.
 
-A model runs under the policy's parallel layout. Rank 0 has the sequences; each goes to the data-parallel rank that
-scores it, and its score comes back.
+A model runs under the policy's parallel layout. Rank 0 sends each sequence to the data-parallel rank that scores it,
+and all ranks get the scores.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RunningStatistics:
     squares: float = 0.0
 
     def add(self, values: Sequence[float]) -> None:
-        """Count further numbers."""
+        """Add numbers to the statistics."""
         number = len(values)
         if not number:
             return
@@ -61,13 +61,13 @@ class RunningStatistics:
         self.count = total
 
     def normalize(self, value: float) -> float:
-        """Return a number without the mean, in standard deviations."""
+        """Return (value − mean) / standard deviation, or the value itself if nothing was added yet."""
         if not self.count:
             return value
         return (value - self.mean) / max(math.sqrt(self.squares / self.count), _SMALLEST_STD)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the three numbers."""
+        """Return `count`, `mean` and `squares`."""
         return {"count": self.count, "mean": self.mean, "squares": self.squares}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -79,7 +79,7 @@ class SequenceScorer:
     """One model with a score head. It owns the weights and their placement."""
 
     def __init__(self, policy: MegatronPolicy, tokenizer: Tokenizer, placement: str):
-        """Keep the model, whose weights are loaded, without gradients."""
+        """Use a model with loaded weights, without gradients."""
         for model_chunk in policy.model.model_chunks:
             model_chunk.eval().requires_grad_(False)
         self._policy, self._padding = policy, Padding(tokenizer.pad_id, 1)
@@ -87,7 +87,7 @@ class SequenceScorer:
         offloads = placement == "offload" and device.type == "cuda"
         self._host = HostWeights(policy.model.model_chunks, device) if offloads else None
         if placement == "offload" and not offloads:
-            log.once("placement=offload of a reward model has no effect on a CPU, where host memory is the device's")
+            log.once("placement=offload of a reward model has no effect on a CPU, whose memory is the host's")
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
         """Return on every rank the score of each of rank 0's sequences, read after its last token. Collective."""
@@ -109,11 +109,11 @@ class SequenceScorer:
 
 @dataclass
 class RewardModel:
-    """The reward function `reward_model` on the policy's ranks: models, and how their scores become one.
+    """The reward function `reward_model` on the policy's ranks: one model or several whose scores are combined.
 
     Attributes:
-        statistics: The scores of training so far, for `normalize=running`.
-        is_frozen: Whether scores do not change the statistics, as those of an evaluation.
+        statistics: Statistics of the scores in training so far, for `normalize=running`.
+        is_frozen: Whether new scores leave the statistics unchanged, as during an evaluation.
     """
 
     arguments: RewardModelArguments
@@ -140,7 +140,7 @@ class RewardModel:
         return results
 
     def _combine(self, scores: Sequence[float]) -> float:
-        """Return the score of the models together, or NaN if a score is not finite: min and clip would hide that."""
+        """Return the combined score of the models, or NaN if one is not finite, which min and clip would hide."""
         if not all(map(math.isfinite, scores)):
             return math.nan
         members = self.arguments.members
@@ -192,9 +192,9 @@ class RewardModels:
         return {"statistics": [function.statistics.state_dict() for function in self._functions.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from running statistics, or raise ConfigError if they are those of other functions."""
+        """Continue from running statistics; raise ConfigError if they are of another number of functions."""
         if len(state["statistics"]) != len(self._functions):
-            raise ConfigError(f"it has {len(state['statistics'])} reward models, and the stage {len(self._functions)}")
+            raise ConfigError(f"it has {len(state['statistics'])} reward models, but the stage {len(self._functions)}")
         for function, values in zip(self._functions.values(), state["statistics"], strict=True):
             function.statistics.load_state_dict(values)
 
@@ -236,15 +236,15 @@ class RewardModels:
 
 
 def check_reward_models(stage: StageConfig, tokenizer: Tokenizer) -> None:
-    """Check the reward models of a stage before anything is built, apart from those that another stage makes.
+    """Check the reward models of a stage before anything is built, except those that another stage trains.
 
     A model must exist, have a score head and the policy's tokens, and fit the layout.
     """
     for index, arguments in list_models_on_ranks(stage.reward).items():
         if stage.rollout.is_asynchronous:
             raise ConfigError(
-                f"reward.functions[{index}]: its models run on the ranks that train, and rollout.async_enabled scores "
-                "trajectories meanwhile; serve the model and set url"
+                f"reward.functions[{index}]: its models run on the training ranks, but rollout.async_enabled scores "
+                "trajectories during training; serve the model and set url"
             )
         for model in arguments.members:
             where = f"reward.functions[{index}].kwargs.{'hf' if model.init_from is None else 'init_from'}"
@@ -257,7 +257,7 @@ def check_reward_models(stage: StageConfig, tokenizer: Tokenizer) -> None:
 
 
 def _check_model(source: ScoringModel, tokenizer: Tokenizer) -> ModelConfig | None:
-    """Return the shape of a model whose head and tokens are right, or None if a stage will make it."""
+    """Check a model's head and tokens; return its shape, or None if another stage trains the model."""
     if source.hf is not None:
         weights = open_hugging_face(Path(source.hf), "score")
         weights.refuse_other_tokens(tokenizer)
@@ -272,7 +272,7 @@ def _check_model(source: ScoringModel, tokenizer: Tokenizer) -> ModelConfig | No
     check_checkpoint(path, shape, tokenizer.digest)
     if manifest.get("vocab_size", tokenizer.vocab_size) < tokenizer.vocab_size:
         raise ConfigError(
-            f"checkpoint {path} has a vocabulary of {manifest['vocab_size']} tokens, and the policy's tokenizer has "
+            f"checkpoint {path} has a vocabulary of {manifest['vocab_size']} tokens, but the policy's tokenizer has "
             f"{tokenizer.vocab_size}; choose a reward model with the policy's tokenizer"
         )
     return shape

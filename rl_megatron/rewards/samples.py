@@ -1,4 +1,4 @@
-"""What a rank and its reward workers send each other: samples, functions, their descriptions and their outcomes."""
+"""Messages between a rank and its reward workers: samples, functions, their descriptions and their outcomes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sample:
         turns: The texts of the policy's turns. The completion is the last one.
         metadata: What an environment reports about the trajectory.
         environment_reward: The reward that the environment gave; the reward functions' is added to it.
-        sequence_ids: All tokens up to the end of the completion, if a reward model reads them.
+        sequence_ids: All tokens up to the end of the completion; empty if no reward model reads them.
         sequence_text: Their text with special tokens, but without those that the tokenizer puts before every text.
     """
 
@@ -68,10 +68,10 @@ class FunctionSpec:
 
 
 class Description(NamedTuple):
-    """A function as the worker that has loaded it describes it.
+    """A worker's description of a function that it has loaded.
 
     Attributes:
-        form: How it is called: for one sample, for a whole list, as verl does, or for a problem, as a task is.
+        form: How it is called: for one sample, for a whole list, as in verl, or with a problem (a task's reward).
         needed: The record fields without which it cannot be called.
     """
 
@@ -82,7 +82,7 @@ class Description(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a function gave no score.
+    """The reason why a function gave no score.
 
     Attributes:
         kind: "timeout" if it took too long, "error" for everything else.
@@ -102,7 +102,7 @@ class Outcome(NamedTuple):
 
 
 def pickle_for_worker(value: object, where: str) -> bytes:
-    """Return a function, or an instance of a user's class, so that another process can load it.
+    """Return the pickle of a function, or of an instance of a user's class, for another process.
 
     What a fresh process can import is sent by name. Everything else, such as a function of `__main__` or of a cell of a
     notebook, is sent with its code. If it refers to something that cannot be sent, such as an open file, a ConfigError
@@ -124,7 +124,7 @@ def pickle_for_worker(value: object, where: str) -> bytes:
 
 
 def dumps(message: object) -> bytes:
-    """Return a message for another process; samples of users' own classes are sent with their classes' code."""
+    """Encode a message for another process; problems of users' subclasses are sent with their classes' code."""
     if all(type(sample.problem) is Problem for sample in _find_samples(message)):
         return frames.dumps(message)
     import cloudpickle
@@ -149,10 +149,10 @@ def _find_samples(message: object) -> list[Sample]:
 def _can_be_imported(module: ModuleType) -> bool:
     """Return whether a process with the same `sys.path` can import the module by its name."""
     if module.__name__ in imported_files():
-        return True  # a worker finds them by the same names
+        return True  # a worker imports these files by the same names
     top = module.__name__.partition(".")[0]
     return (
         top == "__main__"
         or top in sys.builtin_module_names
-        or any(finder.find_spec(top, None) is not None for finder in sys.meta_path)  # an editable install has its own
+        or any(finder.find_spec(top, None) is not None for finder in sys.meta_path)  # editable installs add finders
     )

@@ -1,4 +1,4 @@
-"""Score completions: `Scorer` shares the samples of rank 0 out among the workers of all nodes."""
+"""Score completions: `Scorer` distributes the samples of rank 0 among the workers of all nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rl_megatron.topology.ranks import Ranks
 # How long a rank scores before all ranks meet. It is less than any timeout of a collective, so that a rank which waits
 # for the rewards of others does not give up.
 _SECONDS_BETWEEN_MEETINGS = 5.0
-_SECONDS_ALONE = 0.5  # how often a scorer that is alone checks whether it is closed
+_SECONDS_ALONE = 0.5  # how often a scorer of a single rank checks whether it is closed
 _MOST_WARNINGS = 5  # of one function
 _T = TypeVar("_T")
 
@@ -51,10 +51,10 @@ class _Report(NamedTuple):
 
 
 class Scorer:
-    """The rewards of one stage. It owns the worker processes of this rank's node if this is the node's first rank.
+    """The scorer of one stage's completions. On the first rank of each node, it owns the node's worker processes.
 
-    Workers are started by the first call. `score` is collective. Rank 0 has the samples, sends the first rank of every
-    other node those that its workers score, and gets the rewards. Other ranks hold nothing.
+    The first call starts workers. `score` is collective: rank 0 has the samples, sends the first rank of every other
+    node those for its workers, and receives the outcomes. Other ranks have neither samples nor workers.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Scorer:
         self._settings, self._task, self._ranks = settings, task, ranks
         self._is_closed = False
         self._models = dict(models or {})
-        # The functions in the order of all indices here: those of workers, and then those that run on ranks.
+        # Below, indices of functions follow this order: functions of workers first, then those with models on ranks.
         on_workers = [index for index in range(len(settings.functions)) if index not in self._models]
         self._functions = [settings.functions[index] for index in (*on_workers, *self._models)]
         self._specs: list[FunctionSpec] = []
@@ -90,8 +90,8 @@ class Scorer:
             return
         if list_models_on_ranks(self._settings).keys() != self._models.keys():
             raise ConfigError(
-                "reward.functions: reward_model with init_from or hf runs on the ranks of a stage that trains and "
-                "waits for its rollouts; serve the model elsewhere, and set url"
+                "reward.functions: reward_model with init_from or hf runs only on the ranks of a training stage with "
+                "synchronous rollouts; serve the model elsewhere, and set url"
             )
         worker_specs = build_specs(self._settings)
         if not self._functions:
@@ -106,7 +106,7 @@ class Scorer:
         self._scoring_ranks = [rank for rank, is_first in enumerate(are_first) if is_first] or [0]
         if self._ranks.rank in self._scoring_ranks:
             self._workers = RewardWorkers(worker_specs, self._settings)
-            with suppress(OSError):  # `score` tries again, and tells all ranks if that fails as well
+            with suppress(OSError):  # `score` tries again, and reports a second failure to all ranks
                 self._workers.start()
 
     def score(
@@ -118,7 +118,7 @@ class Scorer:
     ) -> tuple[Tensor, RewardMetrics]:
         """Return the reward of each completion, [B] fp32, and the metrics of the functions, on rank 0. Collective.
 
-        Ranks other than 0 may give any samples, which are not used, and get no rewards and metrics. An entry of
+        The arguments of ranks other than 0 are ignored, and these ranks get no rewards or metrics. An entry of
         `truncated` is true if its completion ended without a stop token.
 
         Raises:
@@ -132,7 +132,7 @@ class Scorer:
     def score_samples(self, samples: Sequence[Sample]) -> tuple[Tensor, RewardMetrics]:
         """Return what `score` returns, for samples that may have several turns. Collective."""
         self.start()
-        # A rank without samples gets no results.
+        # Every rank gets the scores of rank 0's sequences; a rank without samples drops them.
         sequences = [sample.sequence_ids for sample in samples]
         results = [model.score(sequences)[: len(samples)] for model in self._models.values()]
         outcomes = self._run_workers(self._distribute(samples))
@@ -143,13 +143,13 @@ class Scorer:
 
     @property
     def reads_sequences(self) -> bool:
-        """Return whether samples must have their `sequence_ids` and `sequence_text`: a function is a reward model."""
+        """Return whether a function is a reward model, which reads `sequence_ids` and `sequence_text` of samples."""
         return any(function.name == REWARD_MODEL and function.path is None for function in self._settings.functions)
 
     def _read_model_results(
         self, samples: Sequence[Sample], results: Sequence[Sequence[dict[str, float]]]
     ) -> dict[tuple[int, int], Outcome]:
-        """Return the outcomes of the models by (function, sample)."""
+        """Return the outcomes of the models on ranks by (function, sample)."""
         outcomes = {}
         for function, model_results in enumerate(results, len(self._specs) - len(self._models)):
             for index, (sample, result) in enumerate(zip(samples, model_results, strict=True)):
@@ -160,13 +160,13 @@ class Scorer:
         return outcomes
 
     def close(self) -> None:
-        """End the workers. A call of `score` in another thread of a scorer that is alone fails soon."""
+        """End the workers. If this rank is the only one, a call of `score` that runs in another thread soon fails."""
         self._is_closed = True
         if self._workers is not None:
             self._workers.close()
 
     def _distribute(self, samples: Sequence[Sample]) -> Sequence[Sample]:
-        """Return all samples on rank 0, those that the node scores on the first ranks of other nodes, else none."""
+        """Return all samples on rank 0, the node's share on the first rank of every other node, and none elsewhere."""
         others = self._scoring_ranks[1:]
         if self._ranks.leads:
             for node, rank in enumerate(others, 1):
@@ -205,11 +205,11 @@ class Scorer:
         return {}
 
     def _global_index(self, sample: int, node: int) -> int:
-        """Return the index among all samples of a node's sample; rank 0, which is node 0, has all of them."""
+        """Return the index among all samples of a node's sample; on node 0, the two indices are equal."""
         return sample if node == 0 else node + sample * len(self._scoring_ranks)
 
     def _work(self, samples: Sequence[Sample] | None, node: int) -> _Report:
-        """Begin to score samples, or continue without them, until all ranks meet."""
+        """Begin to score samples, or continue if they are None, until all ranks meet."""
         assert self._workers is not None  # this is a scoring rank
         try:
             if self._is_closed:
@@ -229,7 +229,7 @@ class Scorer:
         return _Report(is_done, None, failed)
 
     def _raise_first(self, reports: Sequence[_Report], samples: Sequence[Sample]) -> None:
-        """Raise what the first rank reports that reports an error or a failure. Rank 0 has all samples."""
+        """Raise the error or failure of the lowest rank that reports one; rank 0, with all samples, describes it."""
         if all(report.error is None and report.failed is None for report in reports):
             return
         if self._workers is not None:
@@ -260,7 +260,7 @@ class Scorer:
         """Return the weighted sums of the scores, and the metrics."""
         weights = [function.weight for function in self._functions] or [1.0]
         metrics, rewards = RewardMetrics(), []
-        for spec in self._specs:  # failures that do not end the run are reported if there are none, too
+        for spec in self._specs:  # tolerated failures are counted, even if there are none
             for policy, name in ((self._settings.on_error, ERRORS), (self._settings.on_timeout, TIMEOUTS)):
                 if policy == "zero":
                     metrics.count(f"reward_{spec.label}_{name}", 0)
@@ -287,7 +287,7 @@ class Scorer:
         return torch.tensor(rewards, dtype=torch.float32), metrics
 
     def _fail(self, sample: Sample, function: int, message: str) -> Outcome:
-        """Return the outcome of a function whose score cannot be used; raise it if `reward.on_error` is "error"."""
+        """Return the outcome for an unusable score; raise RewardFailed instead if `reward.on_error` is "error"."""
         failure = Failure("error", message)
         if self._settings.on_error == "error":
             raise RewardFailed(self._describe_failure(function, failure, sample))

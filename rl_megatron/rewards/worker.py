@@ -1,7 +1,7 @@
 """The process in which reward functions run. `RewardWorkers` starts it and sends samples over a socket.
 
 A function may do anything: raise, print, fork, close files, or end the process. Every call is marked in shared memory
-before it begins, so that the process which waits for the result knows which call was the last.
+before it begins, so that the parent process knows which call was running if this process ends.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Worker:
             self._send("outcomes", job, index, outcomes)
 
     async def _await_all(self, first: list[Any]) -> list[tuple[Any, ...]]:
-        """Run the calls of an async function at the same time, with those that arrive before all are done.
+        """Run an async call concurrently with all async calls that arrive before the last one is done.
 
         Return the messages of other kinds that arrived meanwhile.
         """

@@ -1,4 +1,4 @@
-"""Share calls of reward functions out among worker processes, with a time limit for every call."""
+"""Distribute calls of reward functions among worker processes, with a time limit for every call."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WORKER_MODULE = "rl_megatron.rewards.worker"
 _MOST_WORKERS = 32  # of reward.num_workers=null
 _SECONDS_TO_LOAD = 120.0
 _SECONDS_BETWEEN_LOOKS = 0.1  # at processes whose socket is silent
-_GRACE_SECONDS = 1.0  # an event loop that has not gone round for this time beyond the limit is taken to be blocked
-_AHEAD = 2  # calls that a worker has before it ends the first, so that it never waits for the next
+_GRACE_SECONDS = 1.0  # an event loop counts as blocked if it has not run for this long beyond the time limit
+_AHEAD = 2  # calls that are sent to a worker at a time, so that it never waits for the next
 _AHEAD_IF_SHORT = 16
 _SHORT_SECONDS = 0.002  # of a call
-_WORTH_A_WORKER_SECONDS = 0.3  # of work that waits: a worker starts in about this time
-_MOST_ATTEMPTS = 2  # of a call whose worker ended; the second one is made alone
+_WORTH_A_WORKER_SECONDS = 0.3  # of waiting work: another worker takes about this long to start
+_MOST_ATTEMPTS = 2  # of a call whose worker ended; in the second one, the worker has no other call
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Job:
         kind: "call" (functions in order, for one sample), "await" (an async function) or "list" (all samples).
         functions: The indices of the functions that have not answered.
         samples: The indices of the samples.
-        since: The `time.monotonic` at which it was sent. For the worker's oldest job: when the last answer came.
+        since: When it was sent or, for the worker's oldest job, when the worker last answered, in `time.monotonic`.
         attempts: The number of workers that ended for an unknown reason while they had this job.
     """
 
@@ -59,16 +59,16 @@ class WorkerHandle:
 
     @property
     def oldest(self) -> Job | None:
-        """Return the job that the worker got first."""
+        """Return the unfinished job that was sent first, or None."""
         return next(iter(self.jobs.values()), None)
 
     def can_take(self, kind: str, most: int) -> bool:
-        """Return whether the worker takes another job of a kind, of which it may have `most`."""
+        """Return whether the worker can get another job of a kind: it has fewer than `most`, all of this kind."""
         are_alike = all(job.kind == kind and not job.attempts for job in self.jobs.values())
         return self.is_ready and len(self.jobs) < most and are_alike
 
     def send(self, job: Job, samples: Sequence[Sample]) -> None:
-        """Send a job to the worker, with its samples out of those of all ranks."""
+        """Send a job to the worker, with its samples out of all `samples`."""
         job.since = time.monotonic()
         self.jobs[job.number] = job
         if job.kind == "list":
@@ -78,9 +78,9 @@ class WorkerHandle:
             self.process.send(job.kind, job.number, functions, samples[job.samples[0]])
 
     def is_late(self, limit: float) -> bool:
-        """Return whether the call that runs takes longer than a limit in seconds; queued ones have not begun.
+        """Return whether the running call has taken longer than `limit` seconds; queued calls have not begun.
 
-        A worker ends late calls of async functions itself, unless one of them blocks its event loop.
+        A worker cancels late async calls itself, unless one of them blocks its event loop.
         """
         oldest = self.oldest
         if oldest is None:
@@ -96,7 +96,7 @@ class WorkerHandle:
 
 
 class RewardWorkers:
-    """The worker processes beside one rank. They are started when there is work for them, and live until `close`.
+    """The worker processes of one rank. They are started when there is work for them, and live until `close`.
 
     Attributes:
         descriptions: The first worker's descriptions of the functions; None until it has loaded them.
@@ -138,9 +138,9 @@ class RewardWorkers:
         """Begin to score samples; `advance` continues.
 
         Args:
-            samples: The samples of all ranks.
-            mine: The indices of those for which these workers call functions of single samples.
-            with_lists: Whether they also call functions of whole lists, for all samples.
+            samples: The samples that this rank has.
+            mine: Indices of the samples for which these workers call functions that score one sample at a time.
+            with_lists: Whether these workers also call functions that score a whole list, with all samples.
 
         Raises:
             ConfigError: A function cannot be loaded or called.
@@ -160,7 +160,7 @@ class RewardWorkers:
         self._num_expected = len(lists) * len(samples) + (len(plain) + len(awaited)) * len(mine)
 
     def advance(self, seconds: float) -> bool:
-        """Run calls for at most that many seconds; return whether all are done, or a failure ends the run.
+        """Run calls for at most `seconds`; return whether all calls are done or a failure ends the run.
 
         Raises:
             ConfigError: A new worker cannot load a function.
@@ -179,7 +179,7 @@ class RewardWorkers:
         return True
 
     def abandon(self) -> None:
-        """Drop all work, and kill the workers that have some."""
+        """Drop all jobs, and kill the workers that have jobs or still load the functions."""
         for jobs in self._waiting.values():
             jobs.clear()
         for worker in [worker for worker in self._workers if worker.jobs or not worker.is_ready]:
@@ -203,7 +203,7 @@ class RewardWorkers:
         self._workers.append(worker)
 
     def _start_more(self) -> None:
-        """Start the workers for which there is work."""
+        """Start further workers if enough work waits for them."""
         num_waiting = sum(map(len, self._waiting.values()))
         num_free = min(self._most - len(self._workers), num_waiting)
         if num_free <= 0:
@@ -229,7 +229,7 @@ class RewardWorkers:
                     worker.send(jobs.popleft(), self._samples)
 
     def _receive(self, seconds: float) -> None:
-        """Wait for messages for at most that many seconds, and handle those that arrived."""
+        """Wait for messages for at most `seconds`, and handle those that have arrived."""
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
                 events = selectors.EVENT_WRITE if worker.process.wants_to_write else 0
@@ -288,7 +288,7 @@ class RewardWorkers:
                     self.abandon()
                     raise ConfigError(
                         f"reward.functions: a worker process could not load them within {_SECONDS_TO_LOAD:g} seconds; "
-                        "the import of a function's file must end"
+                        "the functions' files must be quicker to import"
                     )
                 continue
             if worker.is_late(limit):
@@ -301,7 +301,7 @@ class RewardWorkers:
     def _handle_end(self, worker: WorkerHandle) -> None:
         """Record the failure of the call that ended a worker, and repeat its other calls.
 
-        If a coroutine closed the socket, another one may run by now.
+        If an async call closed the socket and its process still runs, the mark may already name another call.
         """
         is_async = (oldest := worker.oldest) is not None and oldest.kind == "await"
         call = worker.find_call() if not is_async or worker.process.has_exited() else None
@@ -317,8 +317,8 @@ class RewardWorkers:
 
         Args:
             worker: The worker.
-            call: The job and the function of the call that fails. None: it is not known which of them it is, so that
-                each is repeated alone.
+            call: The job and the function of the call that fails. None: the failed call is unknown, so each job is
+                repeated alone.
             failure: Why the call fails. None: it ended its worker process.
         """
         failed = [] if call is None else [call]

@@ -1,1 +1,1 @@
-"""Trajectories: what rollout workers make with a rollout engine, with environments and with tools."""
+"""Trajectories, which rollout workers produce with a rollout engine, environments and tools."""

@@ -1,4 +1,4 @@
-"""The rollout worker `agent`: a separate program makes the trajectory, through the gateway."""
+"""The rollout worker `agent`: a separate program produces the trajectory by requests to the gateway."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from rl_megatron.rollouts.trajectory import Trajectory
 from rl_megatron.rollouts.worker import register_rollout_worker
 from rl_megatron.workers.child_process import build_module_command, build_server_environment
 
-# The guardian ends the program and all its processes when this process ends, for any reason. It finds this package
-# without an environment variable, which the program would get as well.
+# The guardian ends the program and all its processes when this process ends, for any reason. The command has the path
+# of this package as an argument, because the program would inherit an environment variable.
 _GUARDIAN = build_module_command("rl_megatron.workers.guardian", sys.executable)[0]
 _MOST_RESULT_BYTES = 1 << 20
-_BYTES_SHOWN = 2000  # of what a program that fails has printed
+_BYTES_SHOWN = 2000  # of a failed program's output
 _SECONDS_TO_END = 10.0  # more than the guardian needs to end a program that ignores SIGTERM
 
 
@@ -44,7 +44,7 @@ class AgentResult:
 
     Attributes:
         reward: The reward for the whole trajectory.
-        metadata: What reward functions get.
+        metadata: The `metadata` that reward functions get.
     """
 
     reward: float = 0.0
@@ -76,7 +76,7 @@ class AgentWorker:
                 *_GUARDIAN, str(guarded), *self._command,
                 stdin=asyncio.subprocess.PIPE, stdout=output, stderr=output,
                 cwd=self._settings.directory, env=self._build_environment(session, directory),
-                # Ctrl-C reaches only the run, with which the guardian ends the program.
+                # Ctrl-C reaches only the run; when the run ends, the guardian ends the program.
                 start_new_session=True,
             )  # fmt: skip
             try:
@@ -87,7 +87,7 @@ class AgentWorker:
                 raise AgentFailed(f"{self._shown} ended with status {process.returncode}; {_describe_output(output)}")
 
     async def _wait(self, process: asyncio.subprocess.Process, client: RolloutClient) -> None:
-        """Wait until the program ends, or raise AgentFailed if it takes longer than it may."""
+        """Wait until the program ends; raise AgentFailed at its time limit, which excludes waits for the engine."""
         limit, began = self._settings.timeout_seconds, time.monotonic()
         of_engine = client.seconds_of_engine
         ended = asyncio.ensure_future(process.wait())
@@ -140,9 +140,9 @@ def read_result(path: Path) -> AgentResult:
         raise AgentFailed(f"RL_MEGATRON_RESULT has the unknown key {unknown!r}{nearest(unknown, keys)}")
     reward, metadata = result.get("reward", 0.0), result.get("metadata", {})
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise AgentFailed(f"RL_MEGATRON_RESULT: reward is {shorten_value(reward)}, and must be a finite number")
+        raise AgentFailed(f"RL_MEGATRON_RESULT: reward is {shorten_value(reward)}, but must be a finite number")
     if not isinstance(metadata, dict):
-        raise AgentFailed(f"RL_MEGATRON_RESULT: metadata is {shorten_value(metadata)}, and must be an object")
+        raise AgentFailed(f"RL_MEGATRON_RESULT: metadata is {shorten_value(metadata)}, but must be an object")
     return AgentResult(float(reward), metadata)
 
 
@@ -168,5 +168,5 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         await asyncio.wait_for(process.wait(), _SECONDS_TO_END)
     except TimeoutError:
         with suppress(ProcessLookupError):
-            process.kill()  # the program's death signal follows the guardian's end
+            process.kill()  # the kernel then kills the program, too (`die_with`)
         await process.wait()

@@ -1,4 +1,4 @@
-"""`AsyncRollouts`: makes and scores groups of trajectories on rank 0 while all ranks train."""
+"""`AsyncRollouts`: produces and scores groups of trajectories on rank 0 while all ranks train."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class StepGroups:
 
     Attributes:
         used: The groups that it learns from, in the order of the stream.
-        equal: Groups that were dropped since the last step because their rewards are equal.
-        dropped: All groups that were dropped since then, with the reason.
+        equal: The groups that were dropped since the last step because all their rewards are equal.
+        dropped: All groups that were dropped since the last step, with the reason.
         num_refilled: How many groups were started instead of dropped ones.
         num_running: How many groups still run.
         num_ready: How many complete groups wait for later steps.
         engine_idle: The share of the time since the last step in which the engine had no request.
-        trainer_idle: The share in which training has waited for groups; None for the first step.
+        trainer_idle: The share of this time in which training waited for groups; None for the first step.
     """
 
     used: Sequence[Group] = ()
@@ -71,7 +71,7 @@ class StepGroups:
     trainer_idle: float | None = None
 
     def compute_metrics(self) -> dict[str, float]:
-        """Return the metrics of the queue, which rank 0 has."""
+        """Return the metrics of the queue; call this on rank 0."""
         ages = torch.tensor([age for group in self.used for age in group.ages], dtype=torch.float32)
         reasons = list(self.dropped.values())
         return {
@@ -99,9 +99,9 @@ class StepGroups:
 
 
 class AsyncRollouts:
-    """The groups of a stage that run, on the loop of rollout workers. Rank 0 owns them.
+    """The running groups of a stage, on the event loop of rollout workers. Rank 0 owns them.
 
-    Methods are collective. The engine gets requests as it becomes free, and not in rounds.
+    Methods are collective. Requests are sent to the engine at once, and not in rounds.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class AsyncRollouts:
         Args:
             rollouts: Makes and scores trajectories. Its runner has the loop.
             scorer: A scorer of a single rank, which belongs to this object.
-            rules: How many groups run.
+            rules: The limits of the number of groups and of their ages.
             tasks_at: Returns the tasks of the group at a position of the stream of prompts.
             engine: The engine, whose syncs this object observes.
             weight_version: Returns the version of the policy's weights.
@@ -153,13 +153,13 @@ class AsyncRollouts:
     def take(self, step: int, prompts: list[list[int]]) -> StepGroups:
         """Wait for the groups of a step, and return them. The first call starts groups.
 
-        The engine's logprobs are checked on the prompts.
+        `prompts` are those on which the engine's logprobs are checked.
         """
         self._newest = step, self._weight_version()
         self._engine.prepare(prompts)
         began = time.monotonic()
         while not self._try_take():
-            self._engine.prepare(prompts)  # it was lost, and starts again
+            self._engine.prepare(prompts)  # start the lost engine again
         since, self._taken_at = self._taken_at, time.monotonic()
         idle = None if since is None else (self._taken_at - began) / max(self._taken_at - since, 1e-9)
         groups, self._taken = self._taken, StepGroups()
@@ -184,7 +184,7 @@ class AsyncRollouts:
             return self._loop.run_for_all_ranks(self._take_groups)
 
     def _close_before_sync(self) -> None:
-        """Send no further request, and let the running ones end if new weights wait for them."""
+        """Stop sending requests; if new weights wait for running requests, wait until these end."""
         served, version = self._engine.served, self._weight_version()
         if self._newest is not None and (served is None or served.version != version):
             self._loop.run_for_all_ranks(lambda: self._close(version, self._find_step(version)))
@@ -204,7 +204,7 @@ class AsyncRollouts:
     # --- on rank 0's loop ---
 
     async def _close(self, version: int, step: int) -> None:
-        # Running requests continue with these weights before the sync has returned.
+        # Running requests may sample with the new weights before the sync returns, so record their step now.
         self._step_of_version[version] = step
         self._is_open.clear()
         while self._waits and self._num_requests:
@@ -274,7 +274,7 @@ class AsyncRollouts:
             return await self._rollouts.runner.run_attempts(self._sampling, task, self._ask)
 
     async def _ask(self, request: Request) -> Completion:
-        """Return the completion of a request, which is repeated on a new engine if the engine is lost."""
+        """Return the completion of a request; if the engine is lost, repeat the request on a new one."""
         while True:
             await self._is_open.wait()
             self._idle.note(self._num_requests)
@@ -312,10 +312,10 @@ class AsyncRollouts:
             return  # it was dropped while it was scored
         group = Group(number, results, replace(scores, samples=()), ())
         steps = [self._step_of_version[version] for result in results for version in _collect_versions(result)]
-        # Masked trajectories are not compared, because nothing would be learned from the difference to their 0.
+        # Masked trajectories are not compared: their reward 0 differs from others, but they are not learned from.
         rewards = scores.rewards[self._rollouts.on_failure.samples_that_count(scores.succeeded, len(results))].tolist()
         differs = any(reward != rewards[0] for reward in rewards)
-        # A group whose trajectories all failed has no token.
+        # If all trajectories of a group failed, `steps` is empty, and the group counts as of the next step.
         if self.queue.complete(number, min(steps, default=self.queue.next_step), differs):
             self._ready[number] = group
         else:
@@ -349,7 +349,7 @@ class _Idle:
         self._noted = now
 
     def share_since_last(self, num_requests: int) -> float:
-        """Return the share of the time since the last call."""
+        """Return the share of the time since the last call in which the engine had no request."""
         self.note(num_requests)
         share = self._idle / max(self._noted - self._began, 1e-9)
         self._began, self._idle = self._noted, 0.0

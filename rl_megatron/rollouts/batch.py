@@ -21,8 +21,8 @@ from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
 # turn_rewards [B, S] fp32, the reward of the environment for a turn at its last token.
 TURN, TURN_REWARDS = "turn", "turn_rewards"
 
-# Keys with this beginning and the name of a reward function, [B] fp32, are its scores; NaN where it gave none. The
-# rewards of an environment have the name `environment`. Batches have these keys if an advantage estimator reads them.
+# A key of this prefix and the name of a reward function has the function's scores, [B] fp32, with NaN for missing ones.
+# The name for an environment's rewards is `environment`. Batches have these keys if an advantage estimator reads them.
 COMPONENT = "component_reward."
 
 
@@ -59,7 +59,7 @@ def build_trajectory_batch(
 ) -> BatchedDataDict:
     """Return trajectories as a batch with the keys of `generate`, and those of this module.
 
-    The sequences of a trajectory follow each other. A trajectory that is None is the sequence of its prompt, with a
+    The sequences of a trajectory are consecutive. A trajectory that is None becomes a sequence of its prompt with a
     `sample_mask` of 0.
 
     Args:
@@ -98,7 +98,7 @@ def build_trajectory_batch(
 def _split_by_filters(segment: Segment) -> list[list[tuple[int, Turn]]]:
     """Return the turns of a segment, with their numbers, in parts of equal temperature and filters.
 
-    Logprobs are those of one temperature per sequence.
+    Each part becomes a sequence, because the logprobs of a sequence use one temperature.
     """
     numbered = enumerate(segment.turns)
     return [list(part) for _, part in groupby(numbered, lambda entry: _read_filters(entry[1].sampling))]

@@ -60,9 +60,9 @@ def build_runner(stage: StageConfig, tokenizer: Tokenizer, topology: Topology) -
 
 
 def build_rollout_rules(settings: TrajectoryConfig, longest: int) -> RolloutRules:
-    """Return how tasks run. `longest` is the number of tokens of the longest sequence that the model takes."""
+    """Return the limits and the handling of failures of tasks. `longest` is the model's maximum sequence length."""
     limits = TokenLimits(settings.max_tokens or longest, settings.max_sampled_tokens or sys.maxsize)
-    # A running trajectory that waited for a process would keep the round waiting.
+    # At most as many trajectories as processes run, because one that waits for a process would delay the round.
     most = settings.agent.max_processes if settings.worker == AGENT else settings.concurrency
     return RolloutRules(
         limits, settings.on_rewrite, min(settings.concurrency, most), settings.retries, settings.timeout_seconds,
@@ -73,7 +73,7 @@ def build_rollout_rules(settings: TrajectoryConfig, longest: int) -> RolloutRule
 def check_worker(stage: StageConfig, tokenizer: Tokenizer, loads: bool) -> None:
     """Check the rollout worker of a stage that scores completions.
 
-    `loads` tells whether to load the environment, in a separate process.
+    If `loads`, load the environment in a separate process.
     """
     if not stage.scores_completions:
         return

@@ -1,4 +1,4 @@
-"""`RolloutClient`: the rollout engine as one trajectory uses it, and the check that its answers are used unchanged."""
+"""`RolloutClient`: a trajectory's access to the rollout engine, and the check that it uses the answers unchanged."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Answer = Callable[[Request], Awaitable[Completion]]
 
 
 class RolloutClient:
-    """The client of one trajectory, with which a rollout worker completes tokens.
+    """The client with which a rollout worker requests completions for one trajectory.
 
-    It keeps every prompt with its completion, and so can check that a trajectory consists of these tokens.
+    It records every prompt with its completion, to check that the trajectory consists of these tokens.
 
     Attributes:
         name: The name of the trajectory. It is the id of its first request.
         prompt: The prompt of the task, as the data section renders it.
         tokenizer: The run's tokenizer.
-        limits: The limits of its tokens.
+        limits: The most tokens of the trajectory.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RolloutClient:
             prompt: The prompt of the task.
             sampling: How completions are sampled if the worker does not choose.
             tokenizer: The run's tokenizer.
-            limits: The limits of its tokens.
+            limits: The most tokens of the trajectory.
             answer: Returns the completion of a request.
             on_rewrite: What happens if the chat template rewrites the past; see `ChatHistory`.
             gateway: The gateway whose sessions `openai` opens; None without one.
@@ -72,7 +72,7 @@ class RolloutClient:
     async def complete(self, ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
         """Return the completion of token ids.
 
-        The number of new tokens is lowered to what the limits of the trajectory leave.
+        `max_new_tokens` is lowered to the number that the limits of the trajectory still allow.
 
         Args:
             ids: The tokens, at least one.
@@ -125,7 +125,7 @@ class RolloutClient:
                 self._seconds_waited += time.monotonic() - self._waiting_since
 
     def fitting(self, num_tokens: int, sampling: Sampling | None = None) -> Sampling:
-        """Return how the next completion after that many tokens is sampled, within the limits.
+        """Return the sampling of the next completion after `num_tokens` tokens, within the limits.
 
         Raises:
             HistoryFull: No token fits.
@@ -136,8 +136,8 @@ class RolloutClient:
         left = min(self.limits.context - num_tokens, most, sampling.max_new_tokens)
         if left < 1:
             raise HistoryFull(
-                f"trajectory {self.name} has {num_tokens} tokens, {sampled} of them sampled, and its limits are "
-                f"{self.limits.context} and {self.limits.sampled}"
+                f"trajectory {self.name} is full: its context has {num_tokens} of {self.limits.context} tokens, and "
+                f"{sampled} of {self.limits.sampled} were sampled"
             )
         return sampling if left == sampling.max_new_tokens else replace(sampling, max_new_tokens=left)
 
@@ -156,7 +156,7 @@ class RolloutClient:
             most_characters: The most characters of a text that is encoded; None for no limit.
 
         Raises:
-            ValueError: There are tools, and no chat template.
+            ValueError: There are tools, but no chat template.
             HistoryFull: A text has more characters.
         """
         chat = self.prompt.chat()
@@ -185,7 +185,7 @@ class RolloutClient:
     def openai(
         self, parser: Parser | None = None, sampling: Sampling | None = None
     ) -> AbstractAsyncContextManager[Session]:
-        """Open a session of the gateway, whose `base_url` and `api_key` are for OpenAI's client.
+        """Open a session of the gateway; pass its `base_url` and `api_key` to OpenAI's client.
 
         Args:
             parser: The parser of tool calls; None: the one that `rollout.agent.tool_format` names.
@@ -215,12 +215,12 @@ class RolloutClient:
                 prompt, completion = answered
                 expected = (*prompt, *completion.ids)
                 if turn.end != len(expected):
-                    raise TokensDiffer(f"{where} ends at token {turn.end}, and the engine's answer at {len(expected)}")
+                    raise TokensDiffer(f"{where} ends at token {turn.end}, but the engine's answer at {len(expected)}")
                 actual = tuple(segment.ids[: turn.end])
                 if actual != expected:
                     pairs = enumerate(zip(actual, expected, strict=False), 1)
                     number, (token, engines) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
                     source = "was asked to continue" if number <= len(prompt) else "sampled"
-                    raise TokensDiffer(f"{where}: token {number} is {token}, and the engine {source} {engines}")
+                    raise TokensDiffer(f"{where}: token {number} is {token}, but the engine {source} {engines}")
                 if turn.completion != completion:
                     raise TokensDiffer(f"{where}: logprobs or weight versions are not those of the engine's answer")

@@ -48,8 +48,8 @@ class Tools(Protocol):
 class Conversation:
     """A rollout worker of several turns: tools answer calls, and an environment answers all other turns.
 
-    A trajectory ends when the environment ends it, or after a turn that nothing answers. At a limit of turns or tokens
-    it is truncated.
+    A trajectory ends when the environment or a tool ends it, or after a turn that neither answers. It is truncated at a
+    limit of turns or tokens.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class Conversation:
         max_turns: int = 8,
         turns: Sequence[TurnSampling] = (),
     ):
-        """Keep the parts, which belong to the caller.
+        """Use these parts, which the caller owns.
 
         Args:
             environments: The environments; None without one.
-            tools: Returns the tools of a trajectory with a chat template, or without one; None without tools.
+            tools: Returns the tools of a trajectory, given its chat template or None; None without tools.
             max_turns: The most turns of a trajectory.
             turns: How turns are sampled: entry i is for turn i, the last one also for all later turns.
         """
@@ -75,7 +75,7 @@ class Conversation:
     ) -> list[Trajectory]:
         chat = client.prompt.chat()
         tools = None if self._tools is None else self._tools(None if chat is None else chat[0])
-        schemas = None if tools is None or chat is None else tools.schemas  # plain text describes tools by its prompt
+        schemas = None if tools is None or chat is None else tools.schemas  # else the prompt describes tools
         if self._environments is None:
             return [await self._talk(client, client.history(tools=schemas), None, tools, {}, sampling)]
         environment = await self._environments.make()
@@ -125,7 +125,7 @@ class Conversation:
             was_cut = completion.reason != "stop"
             if tools is not None and (calls := tools.find_calls(text)):
                 messages, ends = await tools.answer(calls)
-                was_cut = was_cut or ends  # an answer was still to come
+                was_cut = was_cut or ends  # the policy has not answered yet
             elif environment is not None:
                 step = await environment.step(text)
                 history.add_reward(step.reward)
@@ -135,7 +135,7 @@ class Conversation:
             else:
                 messages, ends = [], True
             if ends:
-                history.messages += messages  # no turn follows them, so they become no tokens
+                history.messages += messages  # no turn follows, so they are not encoded
                 truncated = was_cut
                 break
             history.extend(messages)
@@ -148,7 +148,7 @@ class Conversation:
     def _choose_sampling(
         self, client: RolloutClient, sampling: Sampling, turn: int, stop: Sequence[str] | None
     ) -> Sampling:
-        """Return how turn number `turn`, from 0 on, is sampled; the texts `stop` end it as well."""
+        """Return the sampling of turn `turn`, counted from 0; the texts `stop` end it, too."""
         texts = list(stop or ())
         if self._turns:
             chosen = self._turns[min(turn, len(self._turns) - 1)]

@@ -26,10 +26,10 @@ class EnvironmentStep:
         messages: The next observation of the policy: messages with `role` and `content`, or a text, which is one
             message of the user. The role `environment` stands for `user`.
         reward: The reward of the turn.
-        done: Whether the trajectory is at its end.
-        truncated: Whether it ends here before its end, as at a limit of the environment's own.
-        metadata: What reward functions get as `metadata`; values of later steps take the place of earlier ones.
-        stop: Further texts that end the next turn; None for those of the configuration.
+        done: Whether the task is finished, which ends the trajectory.
+        truncated: Whether the trajectory ends although the task is unfinished, as at a limit of the environment.
+        metadata: What reward functions get as `metadata`; values of later steps replace earlier ones.
+        stop: Texts that end the next turn, besides those of the configuration; None: no further ones.
     """
 
     messages: Sequence[Message] | str = ()
@@ -65,7 +65,7 @@ def read_observation(observation: object) -> list[Message] | None:
 
 
 def read_reset(result: object) -> tuple[list[Message] | None, dict[str, object]]:
-    """Return the messages and the metadata of what `reset` returned: an observation, or one with a mapping."""
+    """Return messages and metadata from the result of `reset`: an observation, or (observation, mapping)."""
     metadata: object = {}
     if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping) and "role" not in result[1]:
         result, metadata = result
@@ -73,7 +73,7 @@ def read_reset(result: object) -> tuple[list[Message] | None, dict[str, object]]
 
 
 def read_step(result: object) -> EnvironmentStep:
-    """Return what `step` returned as an EnvironmentStep whose messages are a list.
+    """Convert the result of `step` to an EnvironmentStep whose messages are a list.
 
     The result is an EnvironmentStep, or gymnasium's observation, reward, terminated, truncated and info.
     """
@@ -90,7 +90,7 @@ def read_step(result: object) -> EnvironmentStep:
     stop = step.stop
     if stop is not None:
         if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
-            raise BadAnswer(f"returned stop={stop!r:.80}; it is a list of texts that are not empty, or None")
+            raise BadAnswer(f"returned stop={stop!r:.80}; it must be a list of nonempty texts, or None")
         stop = tuple(stop)
     return EnvironmentStep(
         read_observation(step.messages) or [],
@@ -112,13 +112,13 @@ def _read_reward(reward: object) -> float:
 def _read_switch(name: str, value: object) -> bool:
     flag = _unwrap_item(value)
     if not isinstance(flag, bool):
-        raise BadAnswer(f"returned {name}={value!r:.80}; it is True or False")
+        raise BadAnswer(f"returned {name}={value!r:.80}; it must be True or False")
     return flag
 
 
 def _read_metadata(metadata: object) -> dict[str, object]:
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
-        raise BadAnswer(f"returned the metadata {metadata!r:.80}; it is a mapping with texts as keys")
+        raise BadAnswer(f"returned the metadata {metadata!r:.80}; it must be a mapping with texts as keys")
     return dict(metadata)
 
 

@@ -1,6 +1,6 @@
 """The adapter of a user's environment in a separate process, which checks what the environment returns.
 
-An environment of NeMo RL has `step(message_log_batch, metadata)`, here with a batch of one trajectory.
+An environment of NeMo RL has `step(message_log_batch, metadata)`, which is called with a batch of one trajectory.
 
 Source: NVIDIA NeMo RL's documentation of `EnvironmentInterface` and `EnvironmentReturn`.
 """
@@ -19,7 +19,7 @@ from rl_megatron.rollouts.user_calls import call_user_code
 from rl_megatron.workers.plain_data import BadAnswer
 
 _KEY = "rollout.environment.name"
-# Those of the package. Plugins cannot add any, because the processes of environments do not import them.
+# The environments of this package. Plugins cannot add any, because the processes of environments import no plugins.
 ENVIRONMENTS: Registry[Callable[..., Any]] = Registry("environment")
 ENVIRONMENTS.register(OPENENV)(OpenEnv)
 _NEMO_PARAMETERS = ("message_log_batch", "metadata")
@@ -41,7 +41,7 @@ class NemoEnvironment:
         self._metadata: object = None
 
     async def reset(self, record: Mapping[str, object], messages: Sequence[Message]) -> None:
-        """Begin with the messages of the prompt, and with the record's `extra_env_info` as metadata, if it has it."""
+        """Begin with the prompt's messages, and with the record's `extra_env_info`, or else the record, as metadata."""
         self._log = [{"role": message["role"], "content": message["content"]} for message in messages]
         self._metadata = record.get("extra_env_info", dict(record))
 
@@ -59,7 +59,7 @@ class NemoEnvironment:
         self._metadata = one["metadata"]
         observation = one["observations"]
         if not isinstance(observation, Mapping) or not isinstance(observation.get("content"), str):
-            raise BadAnswer(f"returned the observation {observation!r:.80}; it has 'role' and 'content'")
+            raise BadAnswer(f"returned the observation {observation!r:.80}; it must have 'role' and 'content'")
         self._log.append({"role": observation.get("role", "environment"), "content": observation["content"]})
         answer_read = one.get("answers")
         return EnvironmentStep(
@@ -81,7 +81,7 @@ def _take_only(name: str, values: Any) -> Any:
         return None
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple) or len(values) != 1:
-        raise BadAnswer(f"returned {name}={values!r:.80}; it has one value, for the one trajectory that it was given")
+        raise BadAnswer(f"returned {name}={values!r:.80}; it must have one value, because the batch has one trajectory")
     if name == "terminateds" and values[0] in (0, 1):
         return bool(values[0])  # NeMo RL's environments return a tensor of any type
     return values[0]
@@ -121,20 +121,20 @@ class HostedEnvironment:
 
 
 async def make(target: str, kwargs: Mapping[str, object]) -> HostedEnvironment:
-    """Return an environment that is made with these arguments."""
+    """Create an environment with these arguments."""
     environment, _ = await call_user_code(ENVIRONMENTS.find(target, _KEY), **kwargs)
     return HostedEnvironment(environment)
 
 
 def check(target: str, kwargs: Mapping[str, object]) -> None:
-    """Check that a name is that of an environment, which takes these arguments. A user's environment is not made.
+    """Check that `target` names an environment that takes these arguments. A user's environment is not created.
 
-    Raises ConfigError if it cannot be loaded, and BadAnswer if it is not an environment or takes other arguments.
+    Raise ConfigError if it cannot be loaded, and BadAnswer if it is not an environment or takes other arguments.
     """
     factory = ENVIRONMENTS.find(target, _KEY)
     if type(factory).__module__.startswith("ray.") or not callable(factory):
         raise BadAnswer(
-            "is decorated with ray.remote, and no Ray runs here; name the class itself, as in "
+            "is decorated with ray.remote, but Ray is not used here; name the class itself, as in "
             "Plain = Decorated.__ray_metadata__.modified_class"
         )
     if inspect.isclass(factory) and not is_of_nemo(factory):
@@ -147,7 +147,7 @@ def check(target: str, kwargs: Mapping[str, object]) -> None:
         inspect.signature(factory).bind(**kwargs)
     except TypeError as error:
         raise BadAnswer(
-            f"is made with the arguments of rollout.environment.kwargs ({', '.join(kwargs) or 'none'}): {error}"
+            f"does not take the arguments of rollout.environment.kwargs ({', '.join(kwargs) or 'none'}): {error}"
         ) from error
     if target in ENVIRONMENTS:
-        factory(**kwargs)  # it loads what its arguments name
+        factory(**kwargs)  # this loads the import strings in its arguments

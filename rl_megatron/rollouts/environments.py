@@ -1,4 +1,4 @@
-"""The environments of trajectories, in separate processes, as rollout workers on rank 0 use them."""
+"""The environments of trajectories in separate processes, for rollout workers on rank 0."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Environment:
     """The environment of one trajectory."""
 
     def __init__(self, hosted: HostedObject, seconds_per_call: float):
-        """Keep the object, which `Environments.make` makes."""
+        """Use an object that `Environments.make` has created."""
         self._hosted, self._seconds = hosted, seconds_per_call
 
     async def reset(
@@ -50,7 +50,7 @@ class Environments:
     """The environments of trajectories, with the processes that hold them."""
 
     def __init__(self, settings: EnvironmentConfig):
-        """Start no process yet. The section `rollout.environment` has a name."""
+        """Start no process yet. `settings.name` must be set."""
         self._settings, self._hosts = settings, build_environment_hosts(settings)
 
     async def make(self) -> Environment:
@@ -66,7 +66,7 @@ class Environments:
 
 
 def check_environment(settings: EnvironmentConfig) -> None:
-    """Load the environment in a separate process, and check that it is one and takes its arguments."""
+    """Load the environment in a separate process, and check that it is an environment and takes its arguments."""
     if settings.name is not None:
         kwargs = {"target": settings.name, "kwargs": settings.kwargs}
         check_in_process(settings, f"{_ADAPTER}:check", kwargs, settings.seconds_per_call)
@@ -74,7 +74,7 @@ def check_environment(settings: EnvironmentConfig) -> None:
 
 def check_in_process(settings: EnvironmentConfig, function: str, kwargs: Mapping[str, object], seconds: float) -> None:
     """Run a function that checks the environment in a separate process, and raise ConfigError if it fails."""
-    with ThreadPoolExecutor(1) as thread:  # a notebook's thread has an asyncio loop of its own
+    with ThreadPoolExecutor(1) as thread:  # in a notebook, an asyncio loop already runs in this thread
         thread.submit(asyncio.run, _check(settings, function, kwargs, seconds)).result()
 
 

@@ -1,8 +1,8 @@
 """Read and write files of rollouts: one Parquet file for each step, with one sequence in each row.
 
 A trajectory is a sequence of tokens, some of which the policy has sampled. The others are the prompt and, with several
-turns, the texts of an environment. If its past was rewritten, it has several sequences. Every number that training
-reads is kept to the bit, so that a run can learn from the files exactly as from the rollouts themselves.
+turns, the texts of an environment. A trajectory whose past was rewritten has several sequences. Every number that
+training reads is stored exactly, so that a run can learn from the files exactly as from the rollouts themselves.
 """
 
 from __future__ import annotations
@@ -169,12 +169,12 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str
 
 
 def rows_to_batch(rows: Sequence[Mapping[str, Any]], components: Sequence[str] | None = None) -> BatchedDataDict:
-    """Return the rollouts of the rows of one round, equal to the bit to those that were written.
+    """Return the rollouts of the rows of one round, bitwise equal to those that were written.
 
     Args:
         rows: The rows.
-        components: Names of reward functions whose scores the batch has, besides those in the rows. None: it has no
-            such scores.
+        components: Names of reward functions whose scores the batch gets, besides those in the rows. None: the batch
+            gets no scores.
     """
     lengths = torch.tensor([len(row["ids"]) for row in rows])
     columns = torch.arange(int(lengths.max()))

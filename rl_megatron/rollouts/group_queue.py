@@ -1,7 +1,7 @@
 """`GroupQueue`: which groups of trajectories run, wait to be learned from, or are dropped, in asynchronous training.
 
 The prompts of a stage form a stream, and a group is the trajectories of the prompt at one position of it. The queue
-only decides. It starts nothing and has no clock, so its rules can be tested without an engine.
+only selects groups. It runs nothing and has no clock, so its rules can be tested without an engine.
 
 Ages are counted in steps. The weights of step s are those with which step s begins. A token that they sampled has age
 t − s when step t learns from it, and the age of a group is that of its oldest token.
@@ -60,7 +60,7 @@ class EndedGroups:
     Attributes:
         used: The groups that the step learns from, in the order of the stream, with their ages.
         dropped: Further groups that ended, with the reason.
-        running: Those of the dropped groups that still run.
+        running: The dropped groups that still run.
         num_refilled: The number of groups that were started instead of dropped ones.
     """
 
@@ -73,9 +73,9 @@ class EndedGroups:
 class GroupQueue:
     """The groups of a stage. A group is named by its position in the stream, from 0 on.
 
-    The groups that have started, and are neither learned from nor dropped, are always as many as coming steps need:
-    those of the next step, and those of further steps for which the engine's weights are new enough. Without
-    over-sampling, every group is therefore learned from before it is too old, however long the groups take.
+    The queue starts as many groups as coming steps need: those of the next step, and of further steps for which the
+    engine's weights are new enough. Without over-sampling, every group is therefore learned from before it is too old,
+    however long it takes.
     """
 
     def __init__(self, rules: QueueRules):
@@ -131,7 +131,7 @@ class GroupQueue:
         if self._num_equal < (rules.rounds - 1) * rules.per_step * self._step:
             self._num_equal += 1
             self._num_to_refill += 1
-        elif self._num_missing + 1 < rules.per_step:  # the step learns from fewer groups, and from at least one
+        elif self._num_missing + 1 < rules.per_step:  # the step learns from fewer groups, but from at least one
             self._num_missing += 1
         else:
             return True
@@ -168,7 +168,7 @@ class GroupQueue:
     # --- runs that are continued ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the groups that are left, as plain values. Those that were started restart after a resume."""
+        """Return the groups that are left, as plain values. Groups that were started begin again after a resume."""
         left = sorted([*self._groups, *self._again])
         return {"step": self._step, "next": self._next, "again": left, "num_equal": self._num_equal}
 
@@ -178,7 +178,7 @@ class GroupQueue:
         self._groups, self._again = {}, list(state["again"])
 
     def replay(self, ended: Iterable[int]) -> None:
-        """Skip to the next step, with groups that the log has as ended: learned from in this step, or dropped."""
+        """Skip to the next step. `ended` are the groups that the log lists as learned from in this step or dropped."""
         for number in ended:
             self._again += range(self._next, number + 1)
             self._next = max(self._next, number + 1)
@@ -203,7 +203,7 @@ class GroupQueue:
         """Return how many groups may run or wait, now that the engine has the weights of a step."""
         rules = self._rules
         steps_ahead = min(weights + rules.max_age, rules.num_steps) - self._step
-        if steps_ahead < 0:  # the weights are too old for the next step, or there is none
+        if steps_ahead < 0:  # the weights are too old for the next step, or no step is left
             return 0
         return rules.for_next_step - self._num_missing + rules.per_step * steps_ahead
 

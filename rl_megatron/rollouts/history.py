@@ -25,14 +25,14 @@ _INVISIBLE = "\u200b"  # a space of no width
 
 
 class PastRewritten(RuntimeError):
-    """The chat template writes earlier messages in another way than before, and the configuration refuses that."""
+    """The chat template writes earlier messages differently than before, which the configuration does not allow."""
 
 
 class Completes(Protocol):
     """The part of a `RolloutClient` that a history uses."""
 
     def fitting(self, num_tokens: int, sampling: Sampling | None = None) -> Sampling:
-        """Return how the next completion after that many tokens is sampled."""
+        """Return the sampling of the next completion after `num_tokens` tokens."""
         ...
 
     async def complete(self, ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
@@ -46,7 +46,7 @@ class _End:
 
     Attributes:
         segment: The number of its segment.
-        num_characters: The length of the text that the tokens of the segment stand for.
+        num_characters: The length of the segment's text up to the end of the completion.
         end_of_turn: The text of the token that ended the completion.
     """
 
@@ -57,15 +57,15 @@ class _End:
 
 
 def check_length(text: str, most_characters: int | None) -> None:
-    """Check that a text can fit before it is encoded, or raise HistoryFull."""
+    """Raise HistoryFull if a text has too many characters to fit. This is checked before the text is encoded."""
     if most_characters is not None and len(text) > most_characters:
-        raise HistoryFull(f"a text has {len(text)} characters, and the context holds at most {most_characters}")
+        raise HistoryFull(f"a text has {len(text)} characters, but the context holds at most {most_characters}")
 
 
 def escape_special_tokens(message: Message, tokenizer: Tokenizer) -> dict[str, object]:
-    """Return a message or a tool whose texts cannot make special tokens: only the chat template writes these.
+    """Return a message or a tool from whose texts no special token is encoded: only the chat template writes these.
 
-    The name of a special token gets an invisible character, in the content and also in the arguments of tool calls.
+    An invisible character is inserted into names of special tokens, in the content and in arguments of tool calls.
     """
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     return {str(key): value if key == "role" else _break_special_tokens(value, names) for key, value in message.items()}
@@ -93,13 +93,13 @@ class History(ABC):
     def __init__(
         self, client: Completes, ids: Sequence[int], messages: Sequence[Message], most_characters: int | None = None
     ):
-        """Begin with tokens and the messages that they come from; longer texts are not encoded."""
+        """Begin with tokens and their messages; texts with more than `most_characters` are not encoded."""
         self.messages: list[Message] = list(messages)
         self._most_characters = most_characters
         self._client = client
         self._ids = list(ids)
-        self._text, self._end_of_turn = "", ""  # the text that the tokens stand for, and that of the last stop token
-        self._has_sampled = False  # whether the tokens of the segment have sampled ones among them
+        self._text, self._end_of_turn = "", ""  # the texts of all tokens and of the last stop token
+        self._has_sampled = False  # whether the segment has sampled tokens
         self._closed: list[Segment] = []
         self._closed_texts: list[str] = []
         self._turns: list[Turn] = []
@@ -130,7 +130,7 @@ class History(ABC):
         return completion
 
     def append_completion(self, completion: Completion, sampling: Sampling) -> None:
-        """Append a completion of all tokens so far, and how it was sampled."""
+        """Append a completion that follows all tokens so far, with its sampling."""
         self._turns.append(Turn(len(self._ids), completion, sampling))
         self._has_sampled = True
         self._ids += completion.ids
@@ -138,7 +138,7 @@ class History(ABC):
         self._ends.append(_End(len(self._closed), len(self.messages), len(self._text), self._end_of_turn))
 
     def copy(self) -> Self:
-        """Return a history that can be extended while this one stays as it is."""
+        """Return a copy that can be extended without changing this history."""
         copied = copy(self)
         for name in ("messages", "_ids", "_closed", "_closed_texts", "_turns", "_ends"):
             setattr(copied, name, list(getattr(self, name)))
@@ -150,7 +150,7 @@ class History(ABC):
 
     @abstractmethod
     def _note(self, completion: Completion, sampling: Sampling) -> None:
-        """Append the message of a completion, whose tokens are there already."""
+        """Append the message of a completion whose tokens are already appended."""
 
     def add_reward(self, reward: float) -> None:
         """Add to the environment's reward of the last completion."""
@@ -167,8 +167,8 @@ class History(ABC):
         """Return the trajectory up to the last completion.
 
         Args:
-            reward: The environment's reward for the whole, besides those of turns.
-            truncated: Whether it ended before its end; None: if the last completion did.
+            reward: The environment's reward for the whole trajectory, besides the rewards of turns.
+            truncated: Whether the trajectory was cut off; None: whether its last completion was.
             metadata: What reward functions get as `metadata`.
         """
         segments = self.segments()
@@ -196,7 +196,7 @@ class History(ABC):
         return self._ends[turn - 1].segment
 
     def messages_until(self, turn: int) -> list[Message]:
-        """Return the messages up to a completion, with it; completions are numbered from 1."""
+        """Return the messages up to and including a completion; completions are numbered from 1."""
         return self.messages[: self._ends[turn - 1].num_messages]
 
     def is_last_turn(self, turn: int) -> bool:
@@ -204,9 +204,9 @@ class History(ABC):
         return turn == self.num_turns and len(self.messages) == self._ends[turn - 1].num_messages
 
     def fork(self, turn: int) -> Self:
-        """Return a history that continues after a completion of this one, whose tokens stay as they are.
+        """Return a history that continues after a completion of this one, with the same tokens.
 
-        The completions so far are not among those of the new history: they are its context. Completions are numbered
+        The completions so far are context of the new history, and not its own completions. Completions are numbered
         from 1.
         """
         end, forked = self._ends[turn - 1], copy(self)
@@ -264,11 +264,11 @@ class ChatHistory(History):
             tokenizer: The tokenizer.
             template: The chat template.
             conversation: The first messages, with the tools.
-            on_rewrite: What happens if the template writes earlier messages in another way than before: "branch"
+            on_rewrite: What happens if the template writes earlier messages differently than before: "branch"
                 begins a segment with the new text, "keep" continues after the old tokens, and "error" raises
                 `PastRewritten`.
             ids: The tokens of the conversation, if they are known.
-            most_characters: The most characters of a text that can fit; None: as many as there are.
+            most_characters: The most characters of a text that can fit; None: no limit.
 
         Raises:
             HistoryFull: The text has more characters.
@@ -283,17 +283,17 @@ class ChatHistory(History):
     def extend(self, messages: Sequence[Message]) -> None:
         """Append messages, as the chat template writes them.
 
-        The text of a message cannot make special tokens: their names in it get an invisible character.
+        No special token is encoded from the text of a message; see `escape_special_tokens`.
 
         Raises:
-            PastRewritten: The template writes earlier messages in another way, and `on_rewrite` is "error".
+            PastRewritten: The template writes earlier messages differently, and `on_rewrite` is "error".
             ValueError: The template fails.
             HistoryFull: The text has more characters than can fit.
         """
         self.messages += [escape_special_tokens(message, self._tokenizer) for message in messages]
         rendered = self._template.prompt(self._build_conversation())
         check_length(rendered, self._most_characters)
-        if not self._has_sampled:  # nothing was sampled in this segment, so nothing has to stay
+        if not self._has_sampled:  # nothing was sampled in this segment, so its tokens may change
             self._text, self._ids = rendered, self._tokenizer.encode_special(rendered).ids
             return
         if rendered.startswith(self._text):
@@ -320,7 +320,7 @@ class ChatHistory(History):
         content = self._tokenizer.decode(ids[:-1] if has_stop_token else ids, skip_special_tokens=False)
         self._end_of_turn = self._tokenizer.decode_token(ids[-1]) if has_stop_token else ""
         self.messages.append({"role": "assistant", "content": content})
-        # After another token, the first one may have a space that it does not have alone.
+        # Decoded after another token, the first token may begin with a space that it lacks when decoded alone.
         previous = self._ids[-len(ids) - 1]
         alone = self._tokenizer.decode([previous], skip_special_tokens=False)
         self._text += self._tokenizer.decode([previous, *ids], skip_special_tokens=False)[len(alone) :]
@@ -348,7 +348,7 @@ class ChatHistory(History):
         _, *rest = self._template.prompt(conversation).split(_PLACEHOLDER)
         if len(rest) != 1 or not rest[0].startswith(self._end_of_turn):
             raise PastRewritten(
-                "rollout.on_rewrite=keep: it cannot be told what the chat template writes after the last turn, which "
-                f"ends with {self._text[-20:]!r}; set it to branch"
+                "rollout.on_rewrite=keep: the text that the chat template writes after the last turn cannot be found; "
+                f"the turn ends with {self._text[-20:]!r}; set rollout.on_rewrite=branch"
             )
         return rest[0][len(self._end_of_turn) :]

@@ -1,7 +1,7 @@
 """The child's side of `hosts`, which starts the process and sends calls of users' code over a socket.
 
 The code may do anything: raise, print, wait, hang, or end the process. Every call is marked in shared memory while it
-runs, so that the parent process knows the last call.
+runs, so that the parent process knows which call was running if the process ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class HostWorker:
     def _receive(self) -> None:
         message = read_frame(self._connection)
         if message is None:
-            os._exit(0)  # threads of the user's code do not delay the end
+            os._exit(0)  # do not wait for threads of the user's code
         kind, number, owner, *arguments, timeout = message
         work = {
             "make": self._load_class,
@@ -77,7 +77,7 @@ class HostWorker:
             del self._calls[owner]
 
     async def _touch(self) -> None:
-        """Mark repeatedly, while there are calls, that the loop runs."""
+        """Mark the time repeatedly while there are calls, to show that the loop runs."""
         while self._calls:
             self._mark.touch()
             await asyncio.sleep(_SECONDS_BETWEEN_TOUCHES)
@@ -96,17 +96,15 @@ class HostWorker:
             self._send("failed", number, f"took longer than {timeout:g} seconds")
 
     async def _answer(self, number: int, call: Callable[[], Any]) -> None:
-        """Call the user's code, and send what it returns, while the call is marked: it may have closed the socket.
+        """Call the user's code, and send its result. The call stays marked while it is sent: it may close the socket.
 
-        An answer that comes after the limit of time is sent as well, and the other end ignores it.
+        A result after the time limit is also sent, and the other end ignores it.
         """
         try:
             result, is_async = await call_user_code(call)
             payload = dump_plain(("answer", number, to_plain(result), is_async))
             if len(payload) > self._most_bytes:
-                raise BadAnswer(
-                    f"returned {len(payload)} bytes, and {self._most_bytes} are the most that it may return"
-                )
+                raise BadAnswer(f"returned {len(payload)} bytes, but may return at most {self._most_bytes}")
         except GeneratorExit:  # this coroutine is closed
             raise
         except BaseException as error:  # also SystemExit and asyncio.CancelledError, which would end the loop
@@ -133,7 +131,7 @@ class HostWorker:
         return functools.partial(load_object(target, target), **kwargs)
 
     def _drop(self, number: int, owner: int) -> Callable[[], Any]:
-        dropped = self._objects.pop(owner, None)  # None: it could not be made
+        dropped = self._objects.pop(owner, None)  # None: it could not be created
         return getattr(dropped, "close", lambda: None)
 
     def _send(self, *message: object) -> None:

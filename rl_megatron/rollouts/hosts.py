@@ -1,6 +1,6 @@
-"""Processes that hold objects of users' code, environments and tools, and restart after they have ended.
+"""Processes that hold objects of users' code (environments and tools), and are restarted after they have ended.
 
-The asyncio loop of rank 0 calls them. `host_child` is what such a process runs.
+They are called on rank 0's asyncio loop. Each runs the module `host_child`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from rl_megatron.workers.plain_data import load_plain
 _MODULE = "rl_megatron.rollouts.host_child"
 _SECONDS_TO_LOAD = 120.0  # of the start of a process, and of the import of a user's module
 _SECONDS_BETWEEN_LOOKS = 0.1
-_GRACE_SECONDS = 1.0  # a process whose event loop stands still for this time beyond all limits is taken to hang
+_GRACE_SECONDS = 1.0  # a process counts as hung if its event loop has not run for this long beyond all limits
 _MESSAGE_BYTES = 1 << 16  # of a message besides its answer
 _SECONDS_TO_CLOSE = 10.0
-_FUNCTION_OWNER = -1  # of calls of functions
+_FUNCTION_OWNER = -1  # the owner of calls of functions
 
 
 class HostedCallFailed(RuntimeError):
@@ -32,7 +32,7 @@ class HostedCallFailed(RuntimeError):
 
 
 class HostLost(RuntimeError):
-    """The process of an object ended through no fault of the object, `by_another_call` if that is known."""
+    """The process of an object ended, but not because of the object. `by_another_call`: another call was the cause."""
 
     def __init__(self, message: str, by_another_call: bool = False):
         super().__init__(message)
@@ -61,7 +61,7 @@ class _Call:
 
 
 class HostProcess:
-    """A process that was started, until it ends. All methods run on the loop that made it.
+    """A started process. All its methods run on the asyncio loop that created it.
 
     Attributes:
         objects: The numbers of the objects that it holds.
@@ -85,7 +85,7 @@ class HostProcess:
 
     @property
     def num_calls(self) -> int:
-        """Return the number of calls that are not answered."""
+        """Return the number of calls that are not answered yet."""
         return len(self._calls)
 
     async def ask(
@@ -115,7 +115,7 @@ class HostProcess:
         self._end(None, why)
 
     def _write(self) -> None:
-        """Send waiting messages, now and whenever the process takes more."""
+        """Send waiting messages, now and whenever the socket accepts more."""
         self._process.flush()
         if self._process.wants_to_write:
             self._loop.add_writer(self._process.socket, self._write)
@@ -147,7 +147,7 @@ class HostProcess:
     def _look(self) -> None:
         """Check whether the process has ended or a call takes too long."""
         now = time.monotonic()
-        was_delayed = now - self._looked > _GRACE_SECONDS  # this loop itself: it has not read answers
+        was_delayed = now - self._looked > _GRACE_SECONDS  # this loop was blocked, and may not have read answers
         self._looked = now
         self._process.poll()
         self._receive()
@@ -177,11 +177,11 @@ class HostProcess:
         return None if marked is None else self._calls.get(marked[0])
 
     def _end(self, guilty: _Call | None, why: str | None) -> None:
-        """Kill the process, and tell every call of it.
+        """Kill the process, and let all its calls fail.
 
         Args:
             guilty: The call that is the cause.
-            why: The end of a message about that call, or about the process; None: the process has ended by itself.
+            why: How a message about that call, or about the process, continues; None: the process has ended by itself.
         """
         if self.has_ended:
             return
@@ -234,7 +234,7 @@ class ProcessHosts:
         self.processes: list[HostProcess | None] = [None] * count
         self._numbers = itertools.count()
         self._async: set[str] = set()  # functions that are known to be async
-        self._plain_calls = asyncio.Semaphore(count)  # other functions: each has a process without another of them
+        self._plain_calls = asyncio.Semaphore(count)  # for other functions: at most one runs per process
 
     async def make(
         self,
@@ -244,14 +244,14 @@ class ProcessHosts:
         shown: str | None = None,
         imports: Sequence[str] = (),
     ) -> HostedObject:
-        """Return an object that is made in the process with the fewest objects.
+        """Create an object in the process with the fewest objects.
 
         Args:
             target: Its class, as "file.py:Name" or "package.module:Name".
             kwargs: The arguments of the class.
-            timeout: The longest time of making it, in seconds, without the import of its module and of `imports`.
+            timeout: The longest time of its creation, in seconds, without the import of its module and of `imports`.
             shown: Its name in messages; None: the target.
-            imports: Import strings that are loaded first, because the target loads them.
+            imports: Import strings that the target loads. They are loaded first, so that this is not part of its time.
         """
         process = self._choose_process(by_objects=True)
         number, shown = next(self._numbers), shown or target
@@ -271,8 +271,8 @@ class ProcessHosts:
     async def call(self, target: str, kwargs: Mapping[str, object], timeout: float) -> Any:
         """Return what the function `target` returns, which is called in a process with the fewest calls.
 
-        A function that is not async waits until no other one runs in a process. `timeout` is in seconds, without the
-        import of its module.
+        A function that is not async waits for a process that runs no other such function. `timeout` is in seconds,
+        without the import of the function's module.
         """
         if target in self._async:
             return await self._call_function(target, kwargs, timeout)
@@ -296,7 +296,7 @@ class ProcessHosts:
         return result
 
     def _choose_process(self, by_objects: bool) -> HostProcess:
-        """Return the process with the fewest objects, or with the fewest calls; of several, one that runs."""
+        """Return the process with the fewest objects, or with the fewest calls; prefer one that already runs."""
         best, least = 0, None
         for index, process in enumerate(self.processes):
             if process is None or process.has_ended:
@@ -317,7 +317,7 @@ class HostedObject:
     """An object of users' code in another process."""
 
     def __init__(self, process: HostProcess, number: int, shown: str):
-        """Keep the process, in which `ProcessHosts.make` makes the object."""
+        """Use the process in which `ProcessHosts.make` creates the object."""
         self._process, self._number, self._shown = process, number, shown
 
     async def call(self, method: str, *args: object, timeout: float, waits: float | None = None) -> Any:
@@ -326,10 +326,10 @@ class HostedObject:
         Args:
             method: Its name.
             args: Its arguments.
-            timeout: The longest time of the call, in seconds. A plain method that takes longer ends its process, and an
-                async one that waits is cancelled.
-            waits: The longest time of an async method that lets others run. None for `timeout`, which otherwise is how
-                long it may hold the process.
+            timeout: The longest time of the call, in seconds. If a plain method takes longer, its process is killed; an
+                async method that waits is cancelled.
+            waits: The longest time of an async method, including its waits; `timeout` then limits how long it may block
+                the process. None: `timeout`.
 
         Raises:
             HostedCallFailed: The method raised an error, took longer, or its answer cannot be sent.

@@ -23,7 +23,7 @@ _REFUSED = "VALIDATION_ERROR"  # the code of a server that cannot read an action
 
 
 class OpenEnv:
-    """An environment whose world is at a server. Each trajectory has its own client, and so its own session."""
+    """An environment that runs on a server. Each trajectory has its own client, and so its own session."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class OpenEnv:
         self._action_field, self._observation_field = action_field, observation_field
         self._reset_fields, self._malformed_reward = tuple(reset_fields), malformed_reward
         self._client: Any = None
-        self._reward = 0.0  # of the reset, which the first turn gets
+        self._reward = 0.0  # of the reset, which is added to the first turn's
 
     async def reset(self, record: Mapping[str, object]) -> list[Message] | str | None:
         """Connect to the server, and return its first observation.
 
         Raises:
-            BadAnswer: The record lacks a field of `reset_fields`, or the world has ended already.
+            BadAnswer: The record lacks a field of `reset_fields`, or the episode is over after the reset.
         """
         missing = [name for name in self._reset_fields if name not in record]
         if missing:
@@ -109,7 +109,7 @@ class OpenEnv:
             await call_user_code(self._client.close)
 
     def _read_action(self, answer: str) -> Any:
-        """Return the action of the policy's text, or raise ValueError."""
+        """Parse the policy's text as an action, or raise ValueError."""
         make = self._action
         is_class = make is not None and hasattr(make, "model_validate")
         if make is not None and not is_class:

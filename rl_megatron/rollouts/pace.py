@@ -1,4 +1,4 @@
-"""The pace of an asynchronous stage: what makes training or the engine wait, and which division would balance them."""
+"""The pace of an asynchronous stage: why training or the engine waits, and which division of devices balances them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rl_megatron import log
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.schema import StageConfig
 
-_STEPS = 5  # of a warning
+_STEPS = 5  # the number of steps that a warning is about
 _MOST_WAITING = 0.5  # the share of time in which training may wait
-_MOST_IDLE = 0.1  # an engine that is idle for longer is held back by the bound
+_MOST_IDLE = 0.1  # above this share of idle time, the bound on ages limits the engine
 _MOST_TOO_OLD = 0.25  # the share of groups that may be dropped as too old
 # A step must become shorter by this share before another division is better than the one that was measured.
 _LEAST_GAIN = 0.05
 
 
 class AsyncPace:
-    """The measurements of the last steps of an asynchronous stage, with two warnings that are given once each.
+    """The measurements of the last steps of an asynchronous stage, with two warnings, each of which is logged once.
 
-    The bound on ages always holds, because groups wait for it and training waits for groups. A bound that does not suit
-    the engine's speed therefore costs time, or, with over-sampling, the groups that take longest.
+    The bound on ages always holds, because groups wait to start and training waits for groups. A bound that does not
+    suit the engine's speed therefore costs time or, with over-sampling, drops the groups that take longest.
 
     Attributes:
-        devices: The metrics of the numbers of devices that train and that the rollout engine has.
+        devices: The metrics `trainer_devices` and `engine_devices`.
     """
 
     def __init__(self, name: str, stage: StageConfig, per_step: int, num_ranks: int):
@@ -43,8 +43,8 @@ class AsyncPace:
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step, and log warnings on rank 0, and a report after the last step.
 
-        The metrics are `trainer_idle`, `engine_idle` and `dropped_groups_too_old`. A step without the first, such as
-        the first one of a stage, does not count.
+        The metrics are `trainer_idle`, `engine_idle` and `dropped_groups_too_old`. A step without `trainer_idle`, such
+        as the first step of a stage, is ignored.
         """
         self._balance.note(metrics)
         if not log.is_main_rank():
@@ -77,7 +77,7 @@ class AsyncPace:
         ratio = 1.0 / max(1.0 - waits, 1e-2)
         message = (
             f"rollout.max_trajectory_age_steps={self._max_age}: training waited for trajectories for {waits:.0%} of "
-            f"the last {_STEPS} steps, because those of a step take {ratio:.1f} times as long as training on them"
+            f"the last {_STEPS} steps, because a step's trajectories take {ratio:.1f} times as long as its training"
         )
         if idle > _MOST_IDLE:
             return (
@@ -101,7 +101,7 @@ class AsyncPace:
 
 
 class Division(NamedTuple):
-    """The numbers of devices that train and that the rollout engine has."""
+    """The numbers of devices for training and for the rollout engine."""
 
     trainer: int
     engine: int
@@ -191,7 +191,7 @@ class DeviceBalance:
 def count_engine_devices(generation: GenerationConfig, num_nodes: int) -> int:
     """Return how many devices the rollout engine has according to the configuration.
 
-    Each of the nodes that train starts servers if none are named.
+    If no servers are named, each training node starts some.
     """
     if generation.engine not in ("vllm", "sglang"):
         return generation.num_engines
@@ -200,7 +200,7 @@ def count_engine_devices(generation: GenerationConfig, num_nodes: int) -> int:
 
 
 def count_devices_per_server(generation: GenerationConfig) -> int:
-    """Return the devices of one server of `engine=vllm` or `engine=sglang`."""
+    """Return the number of devices of one server of `engine=vllm` or `engine=sglang`."""
     return generation.vllm.tensor_parallel_size if generation.engine == "vllm" else generation.sglang.tp_size
 
 

@@ -1,8 +1,8 @@
 """The record of the rollouts of steps: files that a run can learn from again, and the log of an asynchronous run.
 
 The log is the file `log.jsonl` beside the files, one JSON object per step: which groups the step has learned from, in
-what order, and how old they were. A step is written to it after its file of rollouts, and before the run learns from
-it. Both are on the disk by then.
+what order, and how old they were. A step's file of rollouts, and then its line of the log, are synced to disk before
+the run learns from the step.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from rl_megatron.rollouts.batch import COMPONENT, index_data_sets
 from rl_megatron.rollouts.files import KEPT, Draw, build_rows, read_rows, rollout_file, rows_to_batch, write_rows
 from rl_megatron.topology.ranks import Ranks
 
-# The number of a sequence among all of its step, in the order in which they were drawn: a fact of sharded batches, and
-# a key of others.
+# The index of a sequence among all sequences of its step, in the order of sampling: a fact of sharded batches, and a
+# key of other batches.
 ORDER = "draw_order"
 
 
@@ -96,7 +96,7 @@ class RolloutLog:
         return steps
 
     def append(self, step: LoggedStep) -> None:
-        """Write a step, in the place of a line that was cut off, if there is one."""
+        """Write a step; replace a last line that was cut off."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         whole = self._path.read_bytes().rpartition(b"\n") if self._path.exists() else (b"", b"", b"")
         with self._path.open("r+b" if self._path.exists() else "w+b") as file:
@@ -107,7 +107,7 @@ class RolloutLog:
             os.fsync(file.fileno())
 
     def forget(self, after: int) -> None:
-        """Remove the steps after a step to which the run has rolled back. The file is replaced as a whole."""
+        """Remove the steps after step `after`, to which the run has rolled back. The file is replaced atomically."""
         kept = [step for number, step in self.read().items() if number <= after]
         if not self._path.exists():
             return
@@ -172,23 +172,23 @@ class RolloutRecord:
         size = 0 if batch is None else TrajectoryIndex(batch).num_trajectories
         if batch is None or size != num_trajectories:
             raise ConfigError(
-                f"rollout.replay={self._config.replay}: {path.name} has {size} trajectories of round {round_}, and "
-                f"the step learns from {num_trajectories}; replay a run with the same algorithm.prompts_per_step and "
+                f"rollout.replay={self._config.replay}: {path.name} has {size} trajectories of round {round_}, but "
+                f"the step needs {num_trajectories}; replay a run with the same algorithm.prompts_per_step and "
                 "samples_per_prompt, and with rollout.save_prompts=null"
             )
         return batch
 
     def _read_checked_rows(self, path: Path) -> list[dict[str, Any]]:
-        """Return the rows of a file that is replayed, whose scores are those of the configured reward functions."""
+        """Return the rows of a replayed file; raise ConfigError if it has scores of other reward functions."""
         rows = read_rows(path)
         if self._reward is not None:
             names = {reward["component"] for row in rows for reward in row["rewards"]} - {ENVIRONMENT}
             wanted = {function.shown_name for function in self._reward.functions}
-            if names - wanted and (wanted or len(names) > 1):  # otherwise it is the reward of the task
+            if names - wanted and (wanted or len(names) > 1):  # otherwise it is the task's reward
                 raise ConfigError(
-                    f"rollout.replay={self._config.replay}: {path.name} has scores of {sorted(names)}, and "
+                    f"rollout.replay={self._config.replay}: {path.name} has scores of {sorted(names)}, but "
                     f"reward.functions has {sorted(wanted)}; the advantage estimator reads these scores and their "
-                    "weights, so set reward.functions of the recorded run"
+                    "weights, so use the recorded run's reward.functions"
                 )
         return rows
 
@@ -204,13 +204,13 @@ class RolloutRecord:
         if unknown := sorted(set(names) - set(self._mixture)):
             raise ConfigError(
                 f"rollout.replay={self._config.replay}: step {rows[0]['step']} has samples of the data set "
-                f"{unknown[0]!r}, and data.mix has {list(self._mixture)}; algorithm.teachers chooses teachers by data "
-                "set, so set data.mix of the recorded run"
+                f"{unknown[0]!r}, which data.mix={list(self._mixture)} lacks; algorithm.teachers chooses teachers by "
+                "data set, so use the recorded run's data.mix"
             )
         return index_data_sets(names, self._mixture)
 
     def read_logged_metrics(self, step: int) -> dict[str, float]:
-        """Return what the log of a replayed asynchronous run has for a step; empty without such a log."""
+        """Return a step's metrics from the log of a replayed asynchronous run; empty without such a log."""
         if self._config.replay is None:
             return {}
         if self._replayed_log is None:
@@ -253,7 +253,7 @@ class RolloutRecord:
         else:
             orders = learned.facts[ORDER][learned.homes == 0]
             advantages = learned.gather_at_homes(["advantages"])["advantages"]
-        advantages_by_order = dict(zip(orders.tolist(), advantages, strict=False))  # none are on ranks other than 0
+        advantages_by_order = dict(zip(orders.tolist(), advantages, strict=False))  # empty on ranks other than 0
         path = rollout_file(self._directory, step)
         failure = self._ranks.try_on_rank0(
             lambda: write_rows(path, self._build_rows(step, advantages_by_order, newest_version))
@@ -264,7 +264,7 @@ class RolloutRecord:
             self._change_log(lambda: self.log.append(line))
 
     def forget_steps(self, after: int) -> None:
-        """Remove the steps after a step to which the run has rolled back from the log. Collective."""
+        """Remove the steps after step `after`, to which the run has rolled back, from the log. Collective."""
         self._change_log(lambda: self.log.forget(after))
 
     def _change_log(self, change: Callable[[], None]) -> None:

@@ -29,9 +29,9 @@ from rl_megatron.training.loop import Closes
 from rl_megatron.training.metrics import NonFiniteLoss
 
 _T = TypeVar("_T")
-_RETRY_SEEDS = 1 << 32  # the distance of the seeds of two attempts
-# Retries after another call ended the process of an attempt, and retries after an unexplained end. The cause of the
-# first kind is usually a failed attempt of another task, so such retries come to an end.
+_RETRY_SEEDS = 1 << 32  # the difference between the seeds of two attempts
+# The most retries after another call ended the process of an attempt, and after the process ended for an unknown
+# reason. Usually that other call was a failed attempt of another task, so retries of the first kind come to an end.
 _MOST_LOSSES, _MOST_UNEXPLAINED_LOSSES = 1000, 10
 
 
@@ -40,10 +40,10 @@ class RolloutFailed(RunFailed):
 
 
 class WorkerLeft(RuntimeError):
-    """A rollout worker ended in a way that would end more than its attempt."""
+    """A rollout worker raised an exception that would have ended more than its attempt."""
 
 
-# Errors of rollouts on rank 0 that every rank raises as they are.
+# Errors of rollouts on rank 0 that every rank raises unchanged.
 ROLLOUT_ERRORS = (RolloutFailed, RewardFailed, EngineFailed, NonFiniteLoss, ConfigError)
 
 
@@ -169,10 +169,10 @@ class RolloutRunner:
             return self.loop.run_for_all_ranks(begin_round)
 
     async def run_attempts(self, sampling: Sampling, task: RolloutTask, answer: Answer) -> TaskResult:
-        """Run a task on the loop until an attempt succeeds or there are no more.
+        """Run a task on the loop until an attempt succeeds or none is left.
 
-        An attempt whose process was lost does not count. RolloutFailed is raised after the last attempt if a failed
-        task ends the run.
+        An attempt whose process was lost does not count, up to a limit. After the last attempt, raise RolloutFailed if
+        `rules.fails_run`.
         """
         rules, failed, failure = self.rules, 0, ""
         losses = {True: _MOST_LOSSES, False: _MOST_UNEXPLAINED_LOSSES}
@@ -208,7 +208,7 @@ class RolloutRunner:
         return TaskResult(task, None, failure, tries)
 
     async def _make_trajectory(self, client: RolloutClient, sampling: Sampling) -> Trajectory:
-        """Return the worker's trajectory, whose tokens are those of the engine."""
+        """Return the worker's trajectory, after the check that its tokens are those of the engine."""
         try:
             trajectories = list(await self._worker(client, client.prompt.record.values, sampling))
         except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop
@@ -222,7 +222,7 @@ class RolloutRunner:
             client.close()
         if len(trajectories) != 1 or not isinstance(trajectories[0], Trajectory) or not trajectories[0].turns:
             kinds = ", ".join(type(trajectory).__name__ for trajectory in trajectories)
-            raise ValueError(f"it returned [{kinds}], and a list with one Trajectory that has a completion is wanted")
+            raise ValueError(f"it returned [{kinds}]; it must return a list with one Trajectory that has a completion")
         client.check(trajectories[0])
         return check_values(trajectories[0])
 
@@ -234,7 +234,7 @@ async def run_within_limit(
     key: str = "rollout.timeout_seconds",
     seconds_to_end: float = 5.0,
 ) -> _T:
-    """Return what a coroutine returns, or cancel it and raise TimeoutError.
+    """Return the result of a coroutine, or cancel it at a time limit and raise TimeoutError.
 
     Args:
         work: The coroutine.
@@ -264,9 +264,9 @@ async def run_within_limit(
 class Rounds:
     """The tasks of one draw on an asyncio loop, whose requests the rollout engine gets in rounds.
 
-    A round has the requests of all trajectories that still run: it begins when each of them waits for the engine. What
-    an engine computes together therefore does not depend on how long environments and tools take, and equal runs get
-    equal numbers. All methods run on the loop.
+    A round has the requests of all trajectories that still run: it begins when each of them waits for the engine. The
+    engine's batches therefore do not depend on how long environments and tools take, and equal runs get equal numbers.
+    All methods run on the loop.
     """
 
     def __init__(self, run: Callable[[RolloutTask, Answer], Coroutine[Any, Any, TaskResult]], most: int):
@@ -290,7 +290,7 @@ class Rounds:
     async def wait_for_requests(self) -> list[Request]:
         """Wait for a round, and return its requests in the order of their tasks; none if all tasks have ended.
 
-        An error that is not a failure of its task is raised.
+        Raise an error that ends the run.
         """
         while True:
             if self._failure is not None:
@@ -304,7 +304,7 @@ class Rounds:
             await self._changed.wait()
 
     async def answer(self, completions: Sequence[Completion]) -> None:
-        """Give the tasks the completions of a round."""
+        """Give the completions of a round to the tasks that wait for them."""
         for answer in completions:
             waiting = self._waiting.get(answer.request_id)
             if waiting is not None and not waiting[2].done():  # otherwise its task has ended meanwhile
@@ -319,7 +319,7 @@ class Rounds:
             work.cancel()
 
     def _all_wait(self) -> bool:
-        """Return whether every task that can run has a request that waits."""
+        """Return whether every task that can run waits for the engine."""
         is_full = self._num_unstarted == 0 or len(self._running) == self._most
         return is_full and bool(self._running) and all(self._running.values())
 

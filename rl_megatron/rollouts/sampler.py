@@ -1,4 +1,4 @@
-"""`Sampler`: the scored trajectories that each step of a stage learns from, whether it waits for them or not."""
+"""`Sampler`: provides the scored trajectories that steps learn from, in synchronous and in asynchronous training."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class Sampler:
     """The sampler of scored trajectories for the prompts of a step.
 
     The prompts of a stage form a stream of rounds, each with the groups of a step. The prompts and random numbers of a
-    group depend only on `train.seed` and on its position in the stream. A step makes its own rounds, in which all ranks
-    take part. In asynchronous training, rank 0 makes the groups of coming steps instead while all ranks train, in the
-    order of the same stream.
+    group depend only on `train.seed` and on its position in the stream. In synchronous training, all ranks produce the
+    rounds of a step together. In asynchronous training, rank 0 produces the groups of coming steps, in the order of the
+    same stream, while all ranks train.
 
-    A resumed run therefore samples the same as an uninterrupted run. In asynchronous training it first learns from the
-    logged steps, so that it trains on the same tokens, and then makes the groups that were not complete again.
+    A resumed run therefore samples the same as an uninterrupted run. In asynchronous training it first learns again
+    from the tokens of the logged steps, and then repeats the groups that were not complete.
     """
 
     def __init__(self, loop: Loop, policy: MegatronPolicy, engine: SyncedEngine, rollouts: ScoredRollouts):
         """Begin to sample for a stage whose algorithm has a `RolloutConfig`.
 
         Args:
-            loop: The stage, in whose checkpoints the sampler keeps its state.
+            loop: The stage's loop. Its checkpoints contain the sampler's state.
             policy: The stage's policy.
             engine: The rollout engine, which always generates with the policy's current weights.
             rollouts: The stage's rollout worker with its reward functions.
@@ -125,8 +125,7 @@ class Sampler:
     def draw(self, step: int, round_: int = 0) -> BatchedDataDict:
         """Return `samples_per_prompt` scored completions for each of the round's prompts, on every rank.
 
-        The batch is the one that `generate` returns, with `rewards` [B]. Samples of a prompt are
-        contiguous.
+        The batch is the one that `generate` returns, with `rewards` [B]. Samples of a prompt are contiguous.
         """
         rollouts, _ = self._make_round(step, round_)
         whole = share_rollouts(rollouts)
@@ -158,7 +157,7 @@ class Sampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint. After a roll-back, the log ends there, and later groups are left out.
+        """Continue from a checkpoint. After a roll-back, remove later steps from the log, and skip their groups.
 
         Raises:
             ConfigError: The next round has another seed than in the checkpoint.
@@ -166,7 +165,7 @@ class Sampler:
         if self._async is None:
             MustBe(self.state_dict()).load_state_dict(state)
             return
-        self._policy.model.version = state["weight_version"]  # the log continues with the same numbers
+        self._policy.model.version = state["weight_version"]  # weight versions continue from the checkpoint's
         queue = self._async.queue
         queue.load_state_dict(state["queue"])
         skipped = self._loop.batch_number(0) - state["batches_skipped"]
@@ -178,7 +177,7 @@ class Sampler:
     # --- synchronous steps ---
 
     def _make_rounds(self, step: int) -> tuple[Batch, dict[str, float]]:
-        """Make the rounds that a step needs; see `collect`."""
+        """Run the rounds that a step needs; see `collect`."""
         wanted, used, rounds, metrics = self._per_step * self._group_size, [], [], RewardMetrics()
         for round_ in range(self._rounds_per_step):
             rollouts, round_metrics = self._make_round(step, round_)
@@ -195,7 +194,7 @@ class Sampler:
         return join(used, wanted), outcome
 
     def _make_round(self, step: int, round_: int) -> tuple[Batch, RewardMetrics]:
-        """Return a round of trajectories that rank 0 has, and the metrics of their rewards there. Collective."""
+        """Return a round of trajectories, and on rank 0 the metrics of their rewards. Collective."""
         number = (self._loop.batch_number(step) - 1) * self._rounds_per_step + round_
         prompts, seed = self._draw_prompts(number)
         prompts = [prompt for prompt in prompts for _ in range(self._group_size)]
@@ -216,7 +215,7 @@ class Sampler:
         prompts, _ = self._draw_prompts((step - 1) * self._rounds_per_step)
         groups = rollouts.take(step, [prompt.ids for prompt in prompts])
         used, used_metrics = self._gather_groups(groups.used)
-        # Groups without a sample that counts have no rewards to compare, and only metrics.
+        # Of groups in which no sample counts, only the metrics are used, because they have no rewards to compare.
         silent = [group for group in groups.equal if not self._has_samples(group)]
         equal, equal_metrics = self._gather_groups([group for group in groups.equal if self._has_samples(group)])
         prompts_used = [result.task.prompt for group in groups.used for result in group.results]
@@ -238,7 +237,7 @@ class Sampler:
         return rollouts, dict(logged.metrics)
 
     def _gather_groups(self, groups: Sequence[Group]) -> tuple[list[Batch], RewardMetrics]:
-        """Return the groups of rank 0 as a batch of all ranks, or nothing without groups, and their metrics there."""
+        """Return [the batch of rank 0's groups], or [] if there are none, and on rank 0 their metrics. Collective."""
         scored = self._ranks.run_on_rank0(lambda: self._assemble(groups), ROLLOUT_ERRORS)
         if not self._ranks.share(lambda: scored is not None):
             return [], RewardMetrics()
@@ -272,17 +271,17 @@ class Sampler:
         return self._prompts.loader.batch(number), derive_batch_seed(self._seed, batch + 1) + round_
 
     def _gather(self, batch: BatchedDataDict | None) -> Batch:
-        """Return a batch that rank 0 has as one of all ranks. Collective."""
+        """Return rank 0's batch as a batch that all ranks share. Collective."""
         return Batch.gather_facts(batch, self._policy.topology, self._store)
 
 
 def derive_batch_seed(seed: int, batch_number: int) -> int:
-    """Return the seed of the first round of a batch, numbered from 1; those of further rounds follow it."""
+    """Return the seed of the first round of a batch, numbered from 1; further rounds have the next seeds."""
     return (seed * 1_000_003 + batch_number) * _ROUNDS_PER_SEED
 
 
 def add_data_sets(rollouts: BatchedDataDict | None, prompts: Sequence[EncodedPrompt], mixture: Sequence[str]) -> None:
-    """Add the key `data_set` to rollouts of these prompts, if there are any, and data sets to tell apart."""
+    """Add the key `data_set` to rollouts of these prompts, if there are rollouts and `mixture` has names."""
     if rollouts is not None and mixture:
         indices = index_data_sets([prompt.data_set for prompt in prompts], mixture)
         rollouts[DATA_SET] = TrajectoryIndex(rollouts).spread(indices)

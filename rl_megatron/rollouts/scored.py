@@ -1,4 +1,4 @@
-"""`ScoredRollouts`: makes trajectories for prompts and adds their rewards, for training and evaluations."""
+"""`ScoredRollouts`: produces trajectories for prompts and adds their rewards, for training and evaluations."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Scores:
 
     @classmethod
     def join(cls, parts: Sequence[Scores]) -> Scores:
-        """Return the scores of several lists of trajectories as those of one."""
+        """Join the scores of several lists of trajectories."""
         metrics = RewardMetrics()
         for part in parts:
             metrics.add(part.metrics)
-        for name in metrics.scores:  # an environment may give rewards in some parts only, and so may functions
+        for name in metrics.scores:  # an environment or a function may have scored only some of the parts
             of_parts = [part.metrics.scores.get(name) or [None] * len(part.rewards) for part in parts]
             metrics.scores[name] = [score for of_part in of_parts for score in of_part]
         samples = [sample for part in parts for sample in part.samples]
@@ -57,11 +57,11 @@ class Scores:
 
 @dataclass(frozen=True)
 class FailureRule:
-    """The rule for the samples of a group if some of it failed.
+    """The rule for the samples of a group if some of them failed.
 
     Attributes:
         masks_group: Whether nothing is learned from the group.
-        least_samples: Otherwise, how many samples must be left.
+        least_samples: If `masks_group` is False, how many samples must have succeeded.
     """
 
     masks_group: bool = True
@@ -79,7 +79,7 @@ class Scored(Scores):
     """Trajectories with their scores.
 
     Attributes:
-        batch: The batch that `build_trajectory_batch` returns, with `rewards` [B], those of the trajectories.
+        batch: The batch of `build_trajectory_batch`, with `rewards` [B], the reward of each sequence's trajectory.
         num_sampled: The number of tokens that the policy sampled in each trajectory.
     """
 
@@ -92,7 +92,7 @@ class Scored(Scores):
 
 
 class ScoredRollouts:
-    """A rollout worker with reward functions, which makes scored trajectories."""
+    """A rollout worker with reward functions, which produces scored trajectories."""
 
     def __init__(
         self,
@@ -103,14 +103,14 @@ class ScoredRollouts:
         with_components: bool = False,
         on_failure: FailureRule | None = None,
     ):
-        """Keep the parts, which belong to the caller.
+        """Use these parts, which the caller owns.
 
         Args:
             runner: The runner of the worker.
             scorer: The scorer of its trajectories.
             tokenizer: The run's tokenizer.
             with_components: Whether batches get the scores of each reward function (`rollouts.batch.COMPONENT`).
-            on_failure: The rule for the group of a trajectory that failed; None: nothing is learned from it.
+            on_failure: The rule for the group of a trajectory that failed; None: nothing is learned from the group.
         """
         self.runner, self.scorer, self.tokenizer = runner, scorer, tokenizer
         self.on_failure = on_failure or FailureRule()
@@ -130,19 +130,19 @@ class ScoredRollouts:
     ) -> Scored | None:
         """Return one scored trajectory for each prompt on rank 0, and None on other ranks. Collective.
 
-        The masks and rewards of a trajectory that has failed are 0, and so are those of its group, or of a group of
-        which too few are left, according to `on_failure`.
+        The masks and rewards of a failed trajectory are 0. Those of the rest of its group are 0, too, either always or
+        if too few of the group succeeded, according to `on_failure`.
 
         Args:
             engine: The engine, which has the policy's current weights.
             prompts: The prompts; only rank 0 needs them.
             sampling: How completions are sampled if the worker does not choose.
             seed: The seed of all random numbers of the engine.
-            group_size: How many trajectories in a row are compared with each other.
+            group_size: How many consecutive trajectories are compared with each other.
 
         Raises:
-            RolloutFailed: A trajectory failed in all attempts, and the run is to end then.
-            RewardFailed: A reward function gave no score, and the run is to end then.
+            RolloutFailed: A trajectory failed in all attempts and this ends the run, or no group is left to learn from.
+            RewardFailed: A reward function gave no score, and this ends the run.
             EngineFailed: The engine cannot continue.
             NonFiniteLoss: Logits are NaN or infinite.
         """
@@ -156,9 +156,9 @@ class ScoredRollouts:
         )
 
     def score(self, results: Sequence[TaskResult], scorer: Scorer) -> Scores:
-        """Return the scores of trajectories. Collective, unless the scorer is alone.
+        """Return the scores of trajectories. Collective, unless the scorer has a single rank.
 
-        Ranks other than 0 give no trajectories, and get no scores.
+        Ranks other than 0 pass no trajectories, and get no scores.
         """
         with_ids = scorer.reads_sequences
         samples = [self._build_sample(result, with_ids) for result in results]
@@ -169,7 +169,7 @@ class ScoredRollouts:
         return Scores(samples, succeeded, rewards, metrics)
 
     def assemble(self, results: Sequence[TaskResult], scores: Scores, sampling: Sampling, group_size: int) -> Scored:
-        """Return trajectories that were made and scored, as `make` returns them. It is not collective."""
+        """Combine trajectories and their scores into what `make` returns. This is not collective."""
         return self._add_rewards(self._build_batch(results, sampling), results, scores, group_size)
 
     def _build_batch(self, results: Sequence[TaskResult], sampling: Sampling) -> BatchedDataDict:
@@ -182,7 +182,7 @@ class ScoredRollouts:
     def _build_sample(self, result: TaskResult, with_ids: bool) -> Sample:
         """Return a trajectory as reward functions get it: the completion is the last turn.
 
-        A reward model reads the tokens of the whole sequence, which are added `with_ids`.
+        If `with_ids`, it has the tokens of the whole sequence, which reward models read.
         """
         problem, trajectory = result.task.prompt.problem, result.trajectory
         if trajectory is None:
@@ -205,7 +205,7 @@ class ScoredRollouts:
     def _add_rewards(
         self, batch: BatchedDataDict, results: Sequence[TaskResult], scores: Scores, group_size: int
     ) -> Scored:
-        """Return a batch with rewards, in which nothing is learned from trajectories that do not count."""
+        """Add rewards to a batch, and set the masks of trajectories that do not count to 0."""
         succeeded, counts = scores.succeeded, self.on_failure.samples_that_count(scores.succeeded, group_size)
         if not counts.any():
             first = next(result.failure for result in results if result.trajectory is None)
@@ -239,7 +239,7 @@ class ScoredRollouts:
         for number in (masked & (left > 0)).nonzero()[:, 0].tolist():
             failure = next(r.failure for r in results[number * size :] if r.trajectory is None)
             log.LOGGER.warning(
-                "%d of the %d samples of a prompt did not fail, and at least %d are compared; nothing is learned from "
+                "only %d of the %d samples of a prompt succeeded, but at least %d are needed; nothing is learned from "
                 "them. The first failure: %s",
                 *(int(left[number]), size, self.on_failure.least_samples, failure),
             )
@@ -256,7 +256,7 @@ def build_tasks(prompts: Sequence[EncodedPrompt], seed: int, first: int = 0) -> 
 def _score_succeeded(
     scorer: Scorer, samples: Sequence[Sample], succeeded: torch.Tensor
 ) -> tuple[torch.Tensor, RewardMetrics]:
-    """Return the rewards of samples, 0 of those that failed, and the metrics of reward functions."""
+    """Return the rewards of samples, 0 for failed ones, and the metrics of reward functions."""
     there = [sample for sample, has_succeeded in zip(samples, succeeded.tolist(), strict=True) if has_succeeded]
     scored, metrics = scorer.score_samples(there)
     environment_rewards = torch.tensor([sample.environment_reward for sample in there])

@@ -1,7 +1,7 @@
 """Metrics of rollouts: the distributions of rewards, lengths, advantages, ages and mismatches.
 
-Those of samples come from numbers that every rank has for every sequence. Those of tokens are reduced over the ranks
-that have the tokens. Either way they are exactly those of all rollouts together.
+Metrics of samples are computed from numbers that every rank has for every sequence. Metrics of tokens are reduced over
+the ranks that have the tokens. Both are exact over all rollouts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUANTILES = (0.1, 0.5, 0.9)
 
 
 def sample_mask(numbers: Mapping[str, Tensor]) -> Tensor:
-    """Return 1 for each sequence of a sample, and 0 for those of samples that failed, [B] fp32."""
+    """Return 1 for each sequence, or 0 if its sample failed, [B] fp32."""
     rewards = numbers["rewards"]
     return numbers["sample_mask"].float() if "sample_mask" in numbers else torch.ones(len(rewards))
 
@@ -93,7 +93,7 @@ def learned_statistics(rollouts: Batch, weight_version: int) -> dict[str, float]
         moments = ranks.moments(advantages)
         metrics = {"advantage_mean": moments.mean, **describe_distribution("advantage", advantages, moments, ranks)}
     versions = rollouts["weight_version"]
-    ages = weight_version - versions[versions >= 0]  # a trajectory that failed has none
+    ages = weight_version - versions[versions >= 0]  # a failed trajectory has no version
     moments = ranks.moments(ages)
     return metrics | {"weight_age_mean": moments.mean, "weight_age_max": moments.most}
 
@@ -115,7 +115,7 @@ def describe_distribution(name: str, values: Tensor, moments: Moments, ranks: Ra
 
     Args:
         name: The name of the values.
-        values: [n] This rank's.
+        values: [n] This rank's values.
         moments: All ranks' moments.
         ranks: The ranks that share the values.
     """
@@ -134,7 +134,7 @@ def logprob_mismatch(rollouts: Batch) -> dict[str, float]:
     """Return the mean, 99th percentile and maximum of |trainer's − engine's logprob| over sampled tokens, in nats.
 
     They are 0 up to rounding if the engine and the trainer have the same weights. The result is empty if the trainer's
-    were not recomputed: the loss then reports the mean and the maximum (`losses/mismatch.py`). Collective.
+    logprobs were not recomputed: the loss then reports the mean and the maximum (`losses/mismatch.py`). Collective.
     """
     if "prev_logprobs" not in rollouts:
         return {}

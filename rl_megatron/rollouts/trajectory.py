@@ -27,7 +27,7 @@ class TokenLimits:
 
     Attributes:
         context: All tokens of a history, including those of prompts and environments.
-        sampled: The tokens that the policy samples in it.
+        sampled: The tokens that the policy samples in a trajectory.
     """
 
     context: int
@@ -64,7 +64,7 @@ class Segment:
         ids: All tokens.
         turns: The completions in it, in their order. Only their tokens are learned from.
         parent: The number of the segment that this one continues: the chat template rewrote its history, or an agent
-            continued after an earlier turn of it. None for a segment with a beginning of its own.
+            continued after an earlier turn of it. None if it continues no segment.
     """
 
     ids: Sequence[int]
@@ -72,7 +72,7 @@ class Segment:
     parent: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that the segment has the tokens of every completion, after at least one other, without overlaps.
+        """Check that the segment has the tokens of every completion, without overlaps, and begins with another token.
 
         Raises:
             TokensDiffer: It does not; the message names the turn and the token.
@@ -81,14 +81,14 @@ class Segment:
         for number, turn in enumerate(self.turns, 1):
             if turn.start < end or turn.end > len(self.ids):
                 raise TokensDiffer(
-                    f"turn {number} is said to be tokens {turn.start + 1} to {turn.end} of a segment of "
-                    f"{len(self.ids)} tokens, of which the first {end} are not its own"
+                    f"turn {number} is given as tokens {turn.start + 1} to {turn.end}, but must be within tokens "
+                    f"{end + 1} to {len(self.ids)} of its segment"
                 )
             end = turn.end
             for index, sampled in enumerate(turn.completion.ids, turn.start):
                 if self.ids[index] != sampled:
                     raise TokensDiffer(
-                        f"turn {number}: token {index + 1} of the segment is {self.ids[index]}, and the engine sampled "
+                        f"turn {number}: token {index + 1} of the segment is {self.ids[index]}, but the engine sampled "
                         f"{sampled} in request {turn.completion.request_id!r}"
                     )
 
@@ -99,8 +99,9 @@ class Trajectory:
 
     Attributes:
         segments: The histories with their completions. At least one history has a completion.
-        reward: The environment's reward for the whole, besides those of turns. Reward functions add theirs to it.
-        truncated: Whether it ended before its end: at a limit of turns, tokens or time.
+        reward: The environment's reward for the whole trajectory, besides those of turns. Rewards of functions are
+            added to it.
+        truncated: Whether it was cut off, at a limit of turns, tokens or time.
         messages: The conversation, for reward functions and reports. Without a conversation it is empty.
         metadata: What reward functions get from the environment.
     """
@@ -123,16 +124,16 @@ class Trajectory:
 
 
 def check_values(trajectory: Trajectory) -> Trajectory:
-    """Return a trajectory whose messages and metadata are plain data, which other processes can read.
+    """Convert the messages and metadata of a trajectory to plain data, which other processes can read.
 
-    Raises BadAnswer or ValueError for other data, rewards that are not finite, or a `truncated` that is not a bool.
+    Raise BadAnswer or ValueError for other data, rewards that are not finite, or a `truncated` that is not a bool.
     """
     rewards = [trajectory.reward, *(turn.reward for turn in trajectory.turns)]
     wrong = next((reward for reward in rewards if not _is_finite_number(reward)), None)
     if wrong is not None:
-        raise ValueError(f"a reward is {wrong!r}, and must be a finite number")
+        raise ValueError(f"a reward is {wrong!r}, but must be a finite number")
     if not isinstance(trajectory.truncated, bool):
-        raise ValueError(f"truncated is {trajectory.truncated!r}, and must be true or false")
+        raise ValueError(f"truncated is {trajectory.truncated!r}, but must be true or false")
     if not trajectory.messages and not trajectory.metadata:
         return trajectory
     try:

@@ -16,7 +16,7 @@ async def call_user_code(function: Callable[..., Any], *args: Any, **kwargs: Any
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs), True
     loop = asyncio.get_running_loop()
-    asyncio._set_running_loop(None)  # otherwise asyncio.run refuses to run in it
+    asyncio._set_running_loop(None)  # otherwise asyncio.run would raise in the function
     try:
         result = function(*args, **kwargs)
     finally:

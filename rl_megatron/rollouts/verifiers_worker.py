@@ -1,4 +1,4 @@
-"""The rollout worker `verifiers`: an environment of this library makes the trajectory, through the gateway."""
+"""The rollout worker `verifiers`: an environment of the library `verifiers` drives the policy through the gateway."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VerifiersWorker:
     """The worker in which the environment of `rollout.environment` drives the policy. Each process loads it once."""
 
     def __init__(self, settings: EnvironmentConfig):
-        """Start no process yet. The section `rollout.environment` has a name."""
+        """Start no process yet. `settings.name` must be set."""
         self._settings, self._hosts = settings, build_environment_hosts(settings)
 
     async def rollout(

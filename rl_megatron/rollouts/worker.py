@@ -1,4 +1,4 @@
-"""Rollout workers, which make the trajectories of a task. `rollout.worker` names one, or the user's own."""
+"""Rollout workers, which produce trajectories. `rollout.worker` names a registered one, or the user's own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def completion(client: RolloutClient, record: Mapping[str, object], sampli
 def load_worker(name: str, kwargs: Mapping[str, object]) -> RolloutWorker:
     """Return the worker that `rollout.worker` names, with the arguments of `rollout.worker_kwargs`.
 
-    It is an async function, or a class with an async method `rollout`, which is made with the arguments.
+    It is an async function, or a class with an async method `rollout`, which is instantiated with the arguments.
     """
     where = f"rollout.worker={name}"
     worker: object = WORKERS.find(name, "rollout.worker")
@@ -63,8 +63,8 @@ def load_worker(name: str, kwargs: Mapping[str, object]) -> RolloutWorker:
         inspect.signature(function).bind(None, {}, None, **kwargs)
     except TypeError as error:
         raise ConfigError(
-            f"{where}: it is called as rollout(client, record, sampling) with the arguments of rollout.worker_kwargs "
-            f"({', '.join(kwargs) or 'none'}): {error}"
+            f"{where} cannot be called as rollout(client, record, sampling) with the arguments of "
+            f"rollout.worker_kwargs ({', '.join(kwargs) or 'none'}): {error}"
         ) from error
     return partial(function, **kwargs) if kwargs else function
 

@@ -1,4 +1,4 @@
-"""Calls of users' code in a process: a mark of the one that runs, and the time of those that share an event loop."""
+"""Calls of users' code in a worker process: a mark of the running call, and the time of calls that share a loop."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Each is one word, which is copied as a whole. `struct.pack_into` would write zeros first, which the other process can
-# read.
+# Each value is one machine word, so the other process never reads half of it. `struct.pack_into` would write zeros
+# first, which the other process could read.
 _CALL = struct.Struct("q")
 _NO_CALL = -1
 _FUNCTIONS = 1 << 16  # a job has fewer functions
@@ -21,7 +21,7 @@ _CALL_WORD, _TIME_WORD = slice(0, _CALL.size), slice(_CALL.size, _CALL.size + _T
 
 
 class CallMark:
-    """A note of the call that a worker runs, in memory that it shares with its parent. It outlives the worker."""
+    """A note of the call that a worker is running, in memory shared with its parent. It survives the worker's death."""
 
     SIZE = mmap.PAGESIZE
 
@@ -55,7 +55,7 @@ class CallMark:
             self.clear()
 
     def end_forked_child(self) -> None:
-        """End this process if it is a child that a function forked, and that has returned from the function."""
+        """End this process if it is a forked child that has returned from the function which forked it."""
         if os.getpid() != self._pid:
             os._exit(0)
 
@@ -66,23 +66,23 @@ class CallMark:
 
 
 class BusyTime:
-    """The seconds in which the calls of one event loop have held it."""
+    """The total time for which the calls of one event loop have blocked it."""
 
     seconds = 0.0
 
 
 class TimedCall(Coroutine[Any, Any, Any]):
-    """A coroutine that marks its call whenever it runs, and not while it waits. Its clock starts when it first runs."""
+    """A coroutine that marks its call while it runs, but not while it waits. Its time counts from its first run on."""
 
     def __init__(self, mark: CallMark, busy: BusyTime, call: tuple[int, int], coroutine: Coroutine[Any, Any, Any]):
-        """Wrap the coroutine of `call`, a job and a function; all calls of an event loop share `busy`."""
+        """Wrap the coroutine of `call` (job, function); all calls of an event loop share `busy`."""
         self._mark, self._busy, self._call, self._coroutine = mark, busy, call, coroutine
         self._start = self._busy_of_others = 0.0
-        self.has_begun = asyncio.Event()  # is set when it first runs
+        self.has_begun = asyncio.Event()  # set when the coroutine first runs
 
     @property
     def seconds(self) -> float:
-        """Return how long the call has taken, without the time in which other calls held the loop."""
+        """Return how long the call has taken, without the time for which other calls blocked the loop."""
         return time.monotonic() - self._start - (self._busy.seconds - self._busy_of_others)
 
     def send(self, value: object) -> Any:
@@ -114,7 +114,7 @@ class TimedCall(Coroutine[Any, Any, Any]):
 
 
 async def finish_within(timed: TimedCall, seconds: float) -> asyncio.Task[Any] | None:
-    """Run a call; return its task, which is done, or None if it takes longer than `seconds` and is cancelled."""
+    """Run a call; return its finished task, or None if it took longer than `seconds` and was cancelled."""
     call = asyncio.get_running_loop().create_task(timed)
     try:
         await timed.has_begun.wait()

@@ -1,4 +1,4 @@
-"""The child's side of `ChildProcess`: it connects to its parent, and serves users' code."""
+"""The child's side of `ChildProcess`: it connects to its parent, and runs users' code for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rl_megatron.workers.linux import die_with, hide_memory
 
 
 def connect(arguments: Sequence[str]) -> tuple[socket.socket, CallMark]:
-    """Return what a process shares with its parent, a `ChildProcess`, and let it end with the parent.
+    """Return the socket and the mark that this process shares with its parent, and let it end with the parent.
 
     The arguments are the descriptors of the socket and of the mark's memory, and the parent's process id.
     """
@@ -29,12 +29,12 @@ def connect(arguments: Sequence[str]) -> tuple[socket.socket, CallMark]:
 
 
 def serve_user_code(arguments: Sequence[str], serve: Callable[[socket.socket, CallMark], None]) -> NoReturn:
-    """Prepare this process for users' code with what `ChildProcess.prepare` sends, serve the parent, and end."""
+    """Prepare this process with what `ChildProcess.prepare` sends, call `serve`, and exit."""
     connection, mark = connect(arguments)
     hide_memory()
     try:
         paths, keeps_path, files, memory = read_frame(connection)
-        # Another interpreter keeps the directories of its own environment, and takes those of the user's files.
+        # Another interpreter keeps its environment's directories first, and appends those of the user's files.
         sys.path[:] = [*sys.path, *(path for path in paths if path not in sys.path)] if keeps_path else paths
         find_files(files)
         if memory is not None:
@@ -42,4 +42,4 @@ def serve_user_code(arguments: Sequence[str], serve: Callable[[socket.socket, Ca
         serve(connection, mark)
     except OSError:  # the other end is gone, or the user's code closed the socket
         os._exit(1)
-    os._exit(0)  # threads of the user's code do not delay the end
+    os._exit(0)  # do not wait for threads of the user's code

@@ -1,4 +1,4 @@
-"""`ChildProcess`: a process that takes messages over a socket, which never blocks, and ends with its children."""
+"""`ChildProcess`: a process that exchanges messages over a non-blocking socket, and is killed with its children."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-# It makes only this package importable: the directory above it may hold packages that do not fit the interpreter.
+# This code makes only this package importable: its parent directory may hold packages for another interpreter.
 _RUN_MODULE = """
 import importlib, importlib.util, os, sys
 directory, name = sys.argv.pop(1), sys.argv.pop(1)
@@ -42,17 +42,17 @@ sys.modules[package] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(sys.modules[package])
 sys.exit(importlib.import_module(name).main(sys.argv[1:]))
 """
-_SECONDS_TO_EXIT = 0.2  # the socket of a process that ends closes a moment before it has ended
+_SECONDS_TO_EXIT = 0.2  # the socket of a process closes a moment before the process has exited
 _STDERR = 2
 _MEBIBYTE = 1 << 20
 
 
 class ChildProcess:
-    """A process that runs a module of this package, and this end of its socket. It ends with the thread that made it.
+    """A process that runs a module of this package, and our end of its socket. It ends with the thread that started it.
 
     Attributes:
-        socket: This end, which does not block.
-        mark: A note of the call that the process runs.
+        socket: Our end, which does not block.
+        mark: The note of the call that the process is running.
         has_ended: Whether its socket is closed, or the process has ended.
     """
 
@@ -69,12 +69,12 @@ class ChildProcess:
         """Start the process.
 
         Args:
-            module: The module that it runs, which calls `child.connect` with its arguments.
-            python: The interpreter; None for that of this process. The module must do without packages that it lacks.
-            threads: The threads of a computation, unless the user has set OMP_NUM_THREADS. None: the library's choice.
-            dumps: Turns a message into bytes.
-            loads: Reads a message of the process.
-            most_bytes: The longest message of the process.
+            module: The module to run, which passes its command-line arguments to `child.connect`.
+            python: The interpreter; None for that of this process. The module may import only packages that it has.
+            threads: The value of OMP_NUM_THREADS, unless the user has set it. None: leave it unset.
+            dumps: Encodes a message as bytes.
+            loads: Decodes a message from the process.
+            most_bytes: The most bytes of a message from the process.
         """
         self._python, self._dumps, self._loads, self._most_bytes = python, dumps, loads, most_bytes
         self._how_it_ended: str | None = None
@@ -104,10 +104,10 @@ class ChildProcess:
         return self._process.pid
 
     def prepare(self, memory_mb: float | None) -> None:
-        """Send what a process that calls `child.serve_user_code` needs first.
+        """Send what `child.serve_user_code` reads first.
 
-        That is the import path, the files that were imported by their names, and its limit of memory in MiB, beyond
-        which an allocation raises MemoryError; None for no limit.
+        That is the import path, the files that import strings named so far, and a memory limit in MiB (None: no limit).
+        An allocation beyond the limit raises MemoryError.
         """
         paths = list(map(os.path.abspath, sys.path)) if self._python is None else list_user_paths()
         memory = None if memory_mb is None else int(memory_mb * _MEBIBYTE)
@@ -119,19 +119,19 @@ class ChildProcess:
         return bool(self._outgoing)
 
     def send(self, *message: object) -> None:
-        """Send a message, or as much of it as the process takes now; `flush` sends the rest."""
+        """Send as much of a message as the socket accepts now; `flush` sends the rest."""
         self._outgoing += add_length(self._dumps(message))
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as the process takes now."""
+        """Send as much of the pending bytes as the socket accepts now."""
         try:
             while self._outgoing:
                 sent = self.socket.send(self._outgoing)
                 del self._outgoing[:sent]
         except BlockingIOError:
             pass
-        except OSError:  # the process has ended; `receive` reads what it still sent
+        except OSError:  # the process has ended; `receive` reads what it sent before
             self._outgoing.clear()
 
     def receive(self) -> Iterator[Any]:
@@ -147,18 +147,18 @@ class ChildProcess:
         yield from split_frames(self._incoming, self._loads, self._most_bytes)
 
     def poll(self) -> None:
-        """Find out whether the process has ended, also if one of its children keeps the socket open."""
+        """Update `has_ended`, also if the process has exited and one of its children keeps the socket open."""
         exited = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         self.has_ended = self.has_ended or exited is not None
 
     def has_exited(self) -> bool:
-        """Return whether the process has ended by itself, and not only closed its socket."""
+        """Return whether the process has exited, and not only closed its socket."""
         has_exited = self._how_it_ended is not None or self._wait(_SECONDS_TO_EXIT) is not None
         self.has_ended = self.has_ended or has_exited
         return has_exited
 
     def end(self) -> str:
-        """Kill the process with its children, unless it has ended; return how it ended."""
+        """Kill the process, unless it has ended, and its children; return how the process ended."""
         if self._how_it_ended is None:
             ended_before = self.has_ended and self._wait(_SECONDS_TO_EXIT) is not None
             status = self._finish()
@@ -166,7 +166,7 @@ class ChildProcess:
         return self._how_it_ended
 
     def leave(self, seconds: float = 1.0) -> None:
-        """Let the process end by itself; kill it if that takes longer, and its children in any case."""
+        """Let the process end by itself; kill it after `seconds`, and its children in any case."""
         if self._how_it_ended is None:
             with suppress(OSError):  # the process has closed it
                 self.socket.shutdown(socket.SHUT_RDWR)  # the process reads the end of the stream, and ends
@@ -174,16 +174,16 @@ class ChildProcess:
             self._how_it_ended = describe_end(self._finish())
 
     def _finish(self) -> int:
-        """Kill what is left of the process and its children, and return its status."""
+        """Kill the process and its children, if they still run; return the exit status of the process."""
         with suppress(ProcessLookupError, PermissionError):
-            # It has not been waited for, so the group's number is still its own.
+            # The process has not been reaped, so its group id has not been reused.
             os.killpg(self._process.pid, signal.SIGKILL)
         status = self._process.wait()
         self.socket.close()
         return status
 
     def _wait(self, seconds: float) -> object:
-        """Return how the process has ended, or None if it has not after this time. It stays a zombie."""
+        """Return how the process has ended, or None if it still runs after `seconds`. It is not reaped."""
         until = time.monotonic() + seconds
         while True:
             ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -193,23 +193,23 @@ class ChildProcess:
 
 
 def describe_end(status: int) -> str:
-    """Return how a process ended, by its status as `subprocess` has it, as in "was killed by SIGKILL"."""
+    """Describe how a process ended, from its `Popen.returncode`, as in "was killed by SIGKILL"."""
     if status >= 0:
         return f"exited with status {status}"
-    names = {number.value: number.name for number in signal.Signals}  # real-time signals have none
+    names = {number.value: number.name for number in signal.Signals}  # real-time signals have no name
     return f"was killed by {names.get(-status, f'signal {-status}')}"
 
 
 def _open_memory() -> IO[bytes]:
-    """Return a file that two processes can map. On Linux it is on no disk, which could be full."""
+    """Return a file that two processes can map. On Linux it is in memory, because a disk could be full."""
     return os.fdopen(os.memfd_create("call"), "r+b") if hasattr(os, "memfd_create") else tempfile.TemporaryFile()
 
 
 def build_module_command(module: str, python: str | None) -> tuple[list[str], dict[str, str]]:
-    """Return the command that runs `main` of a module of this package, without its arguments, and its environment.
+    """Return the command that runs a module of this package, without arguments, and its environment variables.
 
-    An interpreter `python` other than this process's (None) imports this package from where it is, and everything else
-    from its own environment.
+    If `python` is another interpreter, it imports this package from this process's copy, and everything else from its
+    own environment.
     """
     if python is None:
         return [sys.executable, "-m", module], build_child_environment()
@@ -231,14 +231,14 @@ def list_user_paths() -> list[str]:
 
 
 def build_child_environment() -> dict[str, str]:
-    """Return this process's environment without its rank, and with this package first on the import path."""
+    """Return this process's environment variables without those of its rank, with this package first in PYTHONPATH."""
     environment = _drop_rank_variables()
     root = str(Path(__file__).resolve().parents[2])
     return environment | {"PYTHONPATH": os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])}
 
 
 def build_server_environment(defaults: Mapping[str, str], always: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment without its rank, for a program with a Python environment of its own.
+    """Return this process's environment variables without those of its rank, for a program with its own Python.
 
     The user's variables replace `defaults`, and `always` replaces the user's.
     """

@@ -1,4 +1,4 @@
-"""Run a Python program of a model with limits on what it uses and reaches, and end all of its processes afterwards.
+"""Run a Python program that a model has written, under limits, and end all of its processes afterwards.
 
 The limits stop accidents and some attacks. They are not a sandbox; docs/security.md describes what they leave open.
 """
@@ -22,14 +22,14 @@ from rl_megatron.workers.linux import adopt_orphans, end_children, list_children
 _CONFINED = Path(__file__).with_name("program_limits.py")
 # With arenas of its own, each thread would take 64 MiB of address space.
 _ENVIRONMENT = {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
-_LOGGED = "RL_MEGATRON_LIMITS_SAID"  # environment variable: the run has logged the limits that are missing
+_LOGGED = "RL_MEGATRON_LIMITS_SAID"  # environment variable that is set once the run has logged the missing limits
 _SECONDS_TO_END_ALL = 2.0  # for processes that start others faster than they are ended
-# What a program may do if the system does not have a limit.
+# What a program can do if the system lacks a limit, by the name of the limit.
 _REMARKS = {
-    "namespace": "programs of the model have no network of their own, because the system has no user namespaces for "
-    "this user",
+    "namespace": "programs of the model are not isolated from the network by a namespace, because this user cannot "
+    "create user namespaces",
     "landlock": "programs of the model can change files and reach other processes, because the system has no Landlock, "
-    "or one of before Linux 6.2",
+    "or a version from before Linux 6.2",
     "filter": "programs of the model can start and end processes, because the system calls of this machine cannot be "
     "filtered",
 }
@@ -62,8 +62,8 @@ def run_confined(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program during the block of a `with` statement, and end it after the block.
 
-    It works in `directory`, outside of which it may not write. `text` is the descriptor of the program's text,
-    `arguments` are its `sys.argv[1:]`, and `descriptors` are further ones that it inherits.
+    Its working directory is `directory`, and it may not write elsewhere. `text` is a file descriptor of its source,
+    `arguments` are its `sys.argv[1:]`, and `descriptors` are further file descriptors that it inherits.
     """
     reading_end, reports = os.pipe()
     others = list_children() if adopt_orphans() else None
@@ -81,7 +81,7 @@ def run_confined(
         try:
             yield child
         finally:
-            with suppress(ProcessLookupError, PermissionError):  # there is no such group
+            with suppress(ProcessLookupError, PermissionError):  # the group has ended
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
             missing = names.read().decode().split()
@@ -92,7 +92,7 @@ def run_confined(
 
 
 def log_missing_limits() -> None:
-    """Log what programs may do here, on rank 0. Processes that ranks of its node start do not log it again."""
+    """Log on rank 0 what programs can do on this system. Child processes of the first node's ranks do not repeat it."""
     if log.is_main_rank():
         _log(find_missing_limits())
     if os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")):  # the first node
@@ -105,7 +105,7 @@ def _log(remarks: Iterable[str]) -> None:
 
 
 def find_missing_limits() -> list[str]:
-    """Return what programs may do here because the system does not have a limit, in sentences."""
+    """Return one sentence per limit that this system lacks: what programs can do without it."""
     with make_directory() as directory, open(os.devnull, "r+b") as nothing, tempfile.TemporaryFile() as reports:
         seconds, memory = 1, 1 << 30
         numbers = (seconds, memory, os.getpid(), reports.fileno(), nothing.fileno())
@@ -122,9 +122,9 @@ def make_directory() -> Iterator[str]:
     try:
         yield directory
     finally:
-        # These follow directories of any depth, which Python's functions do not.
+        # `rm` and `chmod` handle directories of any depth; Python's functions do not.
         remove = ["rm", "-rf", "--", directory]
-        if subprocess.run(remove, stderr=subprocess.DEVNULL).returncode != 0:  # something in it has no rights
+        if subprocess.run(remove, stderr=subprocess.DEVNULL).returncode != 0:  # permissions prevent it
             subprocess.run(["chmod", "-R", "u+rwX", "--", directory], stderr=subprocess.DEVNULL)
             if (done := subprocess.run(remove, stderr=subprocess.PIPE, text=True)).returncode != 0:
                 log.LOGGER.warning(f"the directory of a program cannot be removed: {done.stderr.strip()[-200:]}")

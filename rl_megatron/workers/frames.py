@@ -32,7 +32,7 @@ def add_length(payload: bytes) -> bytes:
 
 
 def write_frame(connection: socket.socket, payload: bytes) -> None:
-    """Write a message; wait until the other end has taken it."""
+    """Write a message; wait until the socket has accepted all of it."""
     connection.sendall(add_length(payload))
 
 
@@ -54,7 +54,7 @@ def split_frames(
     while len(buffer) >= _LENGTH.size:
         length = _LENGTH.unpack_from(buffer)[0]
         if length > most_bytes:
-            raise BadFrame(f"a message of {length} bytes was announced, and {most_bytes} are the most")
+            raise BadFrame(f"a message has {length} bytes, but may have at most {most_bytes}")
         end = _LENGTH.size + length
         if len(buffer) < end:
             return

@@ -2,9 +2,9 @@
 
 Usage: python -m rl_megatron.workers.guardian DIRECTORY COMMAND…
 
-The guardian runs COMMAND and returns its exit status. It ends COMMAND when a signal asks it to, or when its own
-standard input ends, because the rank has closed it or has ended in any way. A server has processes of its own, which
-can outlive it, so the guardian then ends all of them, and removes DIRECTORY.
+The guardian runs COMMAND and returns its exit status. It ends COMMAND on SIGTERM, SIGINT or SIGHUP, or when the
+guardian's standard input ends, because the rank has closed it or has ended. A server starts processes that can outlive
+it, so the guardian ends them after COMMAND, and removes DIRECTORY.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def main(arguments: list[str]) -> int:
     should_end = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: should_end.set())
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks ranks to end; SLURM sends it to what they started as well
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks ranks to end; SLURM sends it to their children, too
     threading.Thread(target=_watch_the_rank, args=(should_end,), daemon=True).start()
     try:
-        # It stays in the guardian's session, by which the rank finds its processes if the guardian is killed.
+        # The command stays in the guardian's session: if the guardian is killed, the rank finds the processes by it.
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=partial(die_with, os.getpid())
         )
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _watch_the_rank(should_end: threading.Event) -> None:
-    while os.read(0, 4096):  # not sys.stdin, which a thread may not hold when the interpreter ends
+    while os.read(0, 4096):  # not sys.stdin, whose lock must be free when the interpreter exits
         pass
     should_end.set()
 

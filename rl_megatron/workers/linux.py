@@ -18,12 +18,12 @@ _SECONDS_TO_END_ALL = 5.0  # for processes that start others
 def die_with(parent: int) -> None:
     """Make this process end with its parent, however the parent ends.
 
-    On Linux the process ends at once; on other systems, when it next reads from its socket. The signal follows the
-    thread that started the process, so that must be one which lives as long as the process is needed: the main thread.
+    On Linux the process ends at once; on other systems, when it next reads from its socket. Linux sends the signal when
+    the thread that started the process ends, so start the process from a thread that lives long enough: the main one.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it had ended already
+    if os.getppid() != parent:  # the parent had ended already
         sys.exit(0)
 
 
@@ -50,13 +50,13 @@ def list_children() -> set[int]:
 
 
 def end_children(others: AbstractSet[int] = frozenset()) -> None:
-    """End the children of this process but `others`: with `adopt_orphans`, also those of children that have ended.
+    """Kill the children of this process except `others`; after `adopt_orphans`, these include orphaned descendants.
 
-    On Linux, an adopted process is a child even if it has a session of its own. On other systems, it remains.
+    On Linux, this reaches processes in other sessions, too. On other systems, it kills nothing.
     """
     until = time.monotonic() + _SECONDS_TO_END_ALL
     while (remaining := list_children() - others) and time.monotonic() < until:
         for pid in remaining:
             with suppress(ProcessLookupError, PermissionError, ChildProcessError):
                 os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)  # its own children are ours from now on
+                os.waitpid(pid, 0)  # with `adopt_orphans`, its children are ours from now on

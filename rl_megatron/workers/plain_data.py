@@ -1,4 +1,4 @@
-"""Plain data: all that may leave a process that runs users' code. Reading it runs no code, whoever has written it."""
+"""Plain data, the only data that a process with users' code may send. Decoding it runs no code, whoever encoded it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def dump_plain(message: tuple[object, ...]) -> bytes:
 
 
 def load_plain(payload: bytes) -> object:
-    """Return the plain data of `dump_plain`.
+    """Decode a message of `dump_plain`.
 
     Raises:
         Exception: Of any kind, if the bytes are not a pickle, or one that names a class or a function.
@@ -65,4 +65,4 @@ class _PlainUnpickler(pickle.Unpickler):
     """An unpickler that imports nothing and calls nothing."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"a message names {module}.{name}, and only plain data is wanted")
+        raise pickle.UnpicklingError(f"a message names {module}.{name}, but only plain data is allowed")

@@ -1,10 +1,9 @@
-"""Run a Python program of a model under limits: Landlock, a filter of system calls, and those of memory and processes.
+"""Run a Python program of a model under limits: Landlock, a seccomp filter of system calls, and resource limits.
 
-`confinement` starts this file in a process of its own.
-
-The file imports the standard library only, because that process does not find the package. Its arguments are the limit
-of CPU time in seconds, that of memory in bytes, the parent's process id, a descriptor to which it writes the names of
-the limits that the system does not have, a descriptor of the program's text, and the program's own arguments.
+`confinement` starts this file in a separate process. The file imports only the standard library, because that process
+cannot import the package. Its arguments are the CPU time limit in seconds, the memory limit in bytes, the parent's
+process id, a file descriptor to which it writes the names of the limits that the system lacks, a file descriptor of the
+program's source, and the program's own arguments.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _STACK_OF_A_THREAD = 1 << 20  # bytes
 _CLONE_THREAD, _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWNET = 0x00010000, 0x08000000, 0x10000000, 0x40000000
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 1, 22, 38, 2
 # The system calls that a program may use, with their numbers on x86_64 and on aarch64. All others are refused, such as
-# those that start processes, reach other ones, open sockets to the network, change owners, rights, times and attributes
-# of files, or take memory that RLIMIT_AS does not count.
+# those that start processes, reach other processes, open network sockets, change owners, permissions, times and
+# attributes of files, or allocate memory that RLIMIT_AS does not count.
 _ALLOWED = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 70,
 preadv2 327 286, pwritev2 328 287, sendfile 40 71, copy_file_range 326 285, splice 275 76, tee 276 77,
@@ -58,11 +57,11 @@ sysinfo 99 179, getrusage 98 165, getrlimit 97 163, setrlimit 160 164, getcpu 30
 wait4 61 260, waitid 247 95, futex 202 98, futex_waitv 449 449, set_robust_list 273 99, set_tid_address 218 96,
 arch_prctl 158 -, rseq 334 293, exit 60 93, exit_group 231 94
 """
-_FIRST_ARGUMENT, _SECOND_ARGUMENT = 16, 24  # offsets of their lower halves in what a filter reads
-# Calls of which only some are allowed: their numbers, the argument that decides, and the values that it may have.
+_FIRST_ARGUMENT, _SECOND_ARGUMENT = 16, 24  # offsets of the lower halves in `struct seccomp_data`
+# System calls that are allowed for some values of an argument: the numbers, the argument's offset, and these values.
 _ALLOWED_IF = (
-    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Others lock files, enlarge pipes, and
-    # name a process that gets signals.
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Other commands lock files, enlarge
+    # pipes, or choose a process that gets signals.
     ("fcntl", 72, 25, _SECOND_ARGUMENT, (0, 1, 2, 3, 4, 1030, 1032)),
     # TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
     ("ioctl", 16, 29, _SECOND_ARGUMENT, (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
@@ -70,16 +69,16 @@ _ALLOWED_IF = (
     ("prctl", 157, 167, _FIRST_ARGUMENT, (15, 16, 0x53564D41)),
     ("prlimit64", 302, 261, _FIRST_ARGUMENT, (0,)),  # the process itself
 )
-_CLONE = (56, 220)  # allowed for threads
-_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # columns of the tables, and names in a filter
-# Libraries try newer calls first, and take others if the kernel does not have them. Among these calls is clone3, whose
-# flags no filter can read.
+_CLONE = (56, 220)  # allowed only to start threads
+_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # columns of the tables above, and AUDIT_ARCH_…
+# Calls from this number on fail with ENOSYS, so that libraries fall back to older ones. One of them is clone3, whose
+# flags a filter cannot read.
 _FIRST_NEWER_CALL = 424
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _MACHINE = 0, 4  # offsets
-_X32 = 0x40000000  # numbers of x86_64's second calling convention
+_X32 = 0x40000000  # system calls of the x32 ABI have numbers from here on
 # Landlock's system calls, and its bits for changes of files: writing, removing, making, moving and truncating them.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF, _GET_VERSION, _PATH_BENEATH = 444, 445, 446, 1, 1
 _WRITE_FILE, _REMOVE_AND_MAKE, _MOVE, _TRUNCATE = 1 << 1, sum(1 << bit for bit in range(4, 13)), 1 << 13, 1 << 14
@@ -93,15 +92,15 @@ class _Filter(ctypes.Structure):
 
 
 def limit(seconds: int, memory: int, parent: int) -> list[str]:
-    """Set the limits of this process, and return the names of the limits that the system does not have.
+    """Set the limits of this process, and return the names of those that the system lacks.
 
-    Limited are CPU time in `seconds` and address space, `memory` in bytes. This process ends with its `parent`.
+    `seconds` limits the CPU time, and `memory` the address space in bytes. This process ends with process `parent`.
     """
     libc, is_linux = ctypes.CDLL(None, use_errno=True), sys.platform == "linux"
     missing = []
     if is_linux:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it has ended already
+    if os.getppid() != parent:  # the parent has ended already
         os._exit(1)
     _lower(resource.RLIMIT_CPU, seconds)
     _lower(resource.RLIMIT_FSIZE, _LARGEST_FILE)
@@ -110,7 +109,7 @@ def limit(seconds: int, memory: int, parent: int) -> list[str]:
     _lower(resource.RLIMIT_AS, memory)
     threading.stack_size(_STACK_OF_A_THREAD)
     if is_linux and libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0:
-        # The limit counts the processes of this namespace only. In that of the system it would count all of the user's.
+        # In this namespace, the limit counts only its own processes. Outside of it, it would count all of the user's.
         _lower(resource.RLIMIT_NPROC, _MOST_PROCESSES)
     else:
         missing.append("namespace")
@@ -131,9 +130,9 @@ def _lower(kind: int, value: int) -> None:
 
 
 def _protect_files(libc: ctypes.CDLL) -> bool:
-    """Refuse to change files outside the working directory, and to reach other processes, permanently.
+    """Refuse changes of files outside the working directory, and access to other processes, permanently.
 
-    Return whether no file can be changed; before its third version, Landlock lets files be truncated.
+    Return whether all changes of these files are refused: Landlock before version 3 allows truncation.
     """
     version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _GET_VERSION)
     if version < 1:
@@ -159,22 +158,22 @@ def _protect_files(libc: ctypes.CDLL) -> bool:
 
 
 def list_allowed_calls(machine: str) -> dict[str, int]:
-    """Return the system calls that programs may use on a machine, whatever their arguments are, and their numbers."""
+    """Return the numbers of the system calls that programs may use with any arguments, by name."""
     column, _ = _MACHINES[machine]
     entries = [entry.split() for entry in _ALLOWED.split(",")]
     return {name: int(numbers[column]) for name, *numbers in entries if numbers[column] != "-"}
 
 
 def list_conditional_calls(machine: str) -> dict[str, int]:
-    """Return the system calls that programs may use with some arguments, and their numbers."""
+    """Return the numbers of the system calls that programs may use with some arguments, by name."""
     column, _ = _MACHINES[machine]
     return {name: numbers[column] for name, *numbers, _, _ in _ALLOWED_IF} | {"clone": _CLONE[column]}
 
 
 def _filter_system_calls(libc: ctypes.CDLL) -> bool:
-    """Refuse all system calls but those of the tables, permanently; return whether it works.
+    """Refuse all system calls except those of the tables, permanently; return whether that has succeeded.
 
-    A filter of system calls also holds for root, which the limit of processes does not.
+    Unlike the limit on the number of processes, the filter also applies to root.
     """
     if os.uname().machine not in _MACHINES:
         return False
@@ -203,7 +202,7 @@ def _filter_system_calls(libc: ctypes.CDLL) -> bool:
 
 
 def run(program: str) -> int:
-    """Run a program as the main module, and return its exit status. An error is printed as Python does."""
+    """Run a program as the main module, and return its exit status. Print an error as Python does."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     linecache.cache[_NAME] = len(program), None, program.splitlines(keepends=True), _NAME

@@ -106,5 +106,5 @@ def test_a_failure_ends_the_run_on_all_ranks(tmp_path, forks):
 def test_an_environment_that_cannot_be_loaded_is_refused_on_all_ranks(tmp_path, forks):
     ranks = forks.run_ranks(world(tmp_path), "train", *OPTIONS, "rollout.environment.kwargs={size: 3}", ranks=2)
     assert [rank.status for rank in ranks] == [2, 2]
-    assert any("is made with the arguments of rollout.environment.kwargs (size)" in rank.err for rank in ranks)
+    assert any("does not take the arguments of rollout.environment.kwargs (size)" in rank.err for rank in ranks)
     assert not (tmp_path / "out").exists()

@@ -72,7 +72,7 @@ def _read_reference_number(answer: str) -> Decimal:
 @register_reward("math_verify")
 @dataclass(frozen=True)
 class MathVerify:
-    r"""1 if math-verify finds the answer in the completion and says that it equals the reference answer, otherwise 0.
+    r"""1 if the answer that math-verify finds in the completion equals the reference answer, otherwise 0.
 
     A reference answer that it cannot read as it is, such as `\frac{1}{2}`, is read within `\boxed{}`.
 
@@ -172,9 +172,9 @@ class Format:
 @register_reward("json_schema")
 @dataclass(frozen=True)
 class JsonSchema:
-    """1 if the completion is JSON that the schema allows, otherwise 0. Its metric `is_json` tells the two apart.
+    """1 if the completion is JSON that the schema allows, otherwise 0. The metric `is_json` is 1 for any valid JSON.
 
-    If the completion has blocks in code fences, the last one is read instead of the whole.
+    If the completion has blocks in code fences, only the last one is read.
 
     Args:
         schema: A JSON schema, as a mapping or as the path of a file.
@@ -250,7 +250,7 @@ class LengthPenalty:
 class Overlong:
     """0 up to max_tokens − buffer_tokens, then falling linearly to −1 at max_tokens, and −1 beyond it.
 
-    It is the soft punishment of long completions in DAPO. Source: arXiv:2503.14476, equation 13.
+    It is DAPO's soft overlong punishment. Source: arXiv:2503.14476, equation 13.
 
     Args:
         max_tokens: The length at which the score is −1; usually `generation.max_new_tokens`.

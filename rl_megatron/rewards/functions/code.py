@@ -1,7 +1,7 @@
-"""The reward function `code`: the program in the completion passes the tests of the record.
+"""The reward function `code`: it runs the record's tests on the program in the completion.
 
 The program runs in a child process with limits on time, memory, files, processes and the network. They are not a
-sandbox: run rewards of code that may be malicious in a container.
+sandbox: if programs may be malicious, run this reward function in a container.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _PROGRAM = "program.py"
 _LONGEST_ANSWER = 100  # bytes
 
-# The child runs the program, sends an empty line, and then gets one test at a time. It answers with the number that
-# came with the test if the test raises nothing. A program cannot answer before its tests by exiting or by writing to
-# the socket, because it does not know these numbers. A child that it forked does not continue with the tests.
+# The child runs the program, sends an empty line, and then gets one test at a time, with a random number. If the test
+# raises nothing, it answers with this number. A program cannot forge answers by writing to the socket before its tests,
+# because it does not know their numbers. A process that it forked does not run the tests.
 _CHILD = """
 import json, os, socket, sys
 descriptor, name = sys.argv[1:]
@@ -74,7 +74,7 @@ class Code:
         """Return the score of a completion, and the share of the tests that passed.
 
         Raises:
-            ValueError: The tests are none of the above, or there are none.
+            ValueError: The tests have neither of these forms, or there are none.
         """
         blocks = _FENCED.findall(completion)
         program = blocks[-1] if blocks else completion
@@ -133,7 +133,7 @@ class Code:
 
 
 def _ask(connection: socket.socket, tests: Sequence[str], until: float) -> int:
-    """Return how many tests the child process passes until a point in time, in seconds of `time.monotonic`."""
+    """Return how many tests the child process passes before `until`, a time of `time.monotonic`."""
     passed, number = 0, ""
     try:
         _read_answer(connection, until)
@@ -141,13 +141,13 @@ def _ask(connection: socket.socket, tests: Sequence[str], until: float) -> int:
             number = secrets.token_hex(16)
             connection.sendall(json.dumps([number, test]).encode() + b"\n")
             passed += _read_answer(connection, until) == number
-    except OSError:  # it has ended, or takes too long
+    except OSError:  # the child has ended, or takes too long
         pass
     return passed
 
 
 def _read_answer(connection: socket.socket, until: float) -> str:
-    """Return the child's next line; raises OSError if it has ended, takes too long, or sends something else."""
+    """Return the child's next line; raise OSError if it has ended, takes too long, or sends something else."""
     line = b""
     while not line.endswith(b"\n"):
         connection.settimeout(max(until - time.monotonic(), 0.001))
@@ -166,7 +166,7 @@ def _write(program: str, directory: str) -> Path:
 
 
 def _read_json(tests: str) -> Any:
-    """Return the list or the mapping that a string is the JSON of; otherwise the string as the only statement."""
+    """Parse a string as a JSON list or mapping; if it is neither, return it as the only statement."""
     try:
         value = json.loads(tests)
     except ValueError:

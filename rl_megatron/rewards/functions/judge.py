@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 _RANGE = r"-?\d+(?:\.\d+)?\s?(?:-|–|to)\s?\d+(?:\.\d+)?"
-# Which scores there are, as judges repeat it: "(0-10)", "0-10:" or "(out of 10):".
+# The scale of the scores, as judges repeat it: "(0-10)", "0-10:" or "(out of 10):".
 _SCALE = rf"\W{{0,8}}?(?:[(\[]{_RANGE}[)\]]|(?:{_RANGE}|[(\[](?!\s?-?\d)[^()\[\]\n]{{1,40}}[)\]])\W{{0,4}}?(?=[:=]))"
 # The last "Score: 7", "score = 7.5", "**Score**: 7" or "Score (0-10): 7" of an answer. Its scale alone is not a score.
 PATTERN = (
@@ -62,22 +62,22 @@ class Judge:
 
     The judge is asked once per sample by `POST {url}/chat/completions`. Equal requests are asked once, and answers with
     a score are kept on disk. The metrics are `unparsed` (the share of answers without a score), `cached` (the share of
-    answers from the disk) and `attempts` (requests of a sample that was asked for).
+    answers from the disk) and `attempts` (requests for a sample whose answer was not on disk).
 
     Args:
         url: The endpoint's address, such as http://127.0.0.1:8000/v1.
         model: The judge's name at the endpoint.
-        template: A file with the Jinja template of the user's message, or the template itself, which has {{ or {%. Its
-            variables are those that a reward function may name (docs/rewards.md). None: `TEMPLATE`.
+        template: The Jinja template of the user message: its text, which contains {{ or {%, or a file. Its variables
+            are the parameters that a reward function may have (docs/rewards.md). None: `TEMPLATE`.
         system: The system message, or None.
         options: Further keys of the request. The default is {temperature: 0.0, max_tokens: 512}.
         pattern: A regular expression; the score is the group `score`, or else the first group, of its last match. None:
             `PATTERN`.
         json_key: The key of the score in the last JSON object of the answer, instead of a pattern.
         score_range: The lowest and the highest score that the judge may give, which become 0 and 1. A score outside
-            counts as none. None: scores are taken as they are.
-        unparsed_score: The score, after `score_range`, of an answer without a score. None: it is an error, for which
-            `reward.on_error` decides what happens.
+            counts as unparsed. None: scores are used unchanged.
+        unparsed_score: The score for an answer without a score; `score_range` does not scale it. None: such an answer
+            is an error (see `reward.on_error`).
         cache_dir: The directory of kept answers. None: rl_megatron/judge in $XDG_CACHE_HOME or ~/.cache; "off": answers
             are not kept.
         **endpoint: `api_key_env`, `request_seconds`, `retries`, `backoff_seconds` and `longest_wait_seconds` of
@@ -108,7 +108,7 @@ class Judge:
         if {"messages", "stream", "n"} & self._body.keys():
             raise ValueError("options must not have messages, stream or n, which the judge sets itself")
         self._template, variables = _read_template(TEMPLATE if template is None else template)
-        # The function needs what its template names, so a record without it is found before the first step.
+        # The template's variables become parameters, so a record that lacks one is found before the first step.
         self.__signature__ = inspect.Signature(
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(variables)]
         )
@@ -151,12 +151,12 @@ class Judge:
         if task is None:
             task = self._requests[key] = asyncio.get_running_loop().create_task(self._ask(key, body))
             task.add_done_callback(partial(self._forget, key))
-        return await asyncio.shield(task)  # a sample that gives up does not take the answer from the others
+        return await asyncio.shield(task)  # a sample that times out does not cancel the request for the others
 
     def _forget(self, key: str, task: asyncio.Task[tuple[str, int]]) -> None:
         del self._requests[key]
         if not task.cancelled():
-            task.exception()  # all that waited for it may be gone, and then nobody else reads it
+            task.exception()  # if all waiting samples have timed out, nothing else retrieves it
 
     async def _ask(self, key: str, body: dict[str, Any]) -> tuple[str, int]:
         answer, attempts = await self._endpoint.post(body, _read_content)
@@ -234,7 +234,7 @@ def _find_in_text(pattern: re.Pattern[str], group: str | int, answer: str) -> fl
 def _find_in_json(key: str, answer: str) -> float | None:
     """Return the number under a key of the last JSON object that has the key, or None.
 
-    Objects may be within others. One that has the key counts, and not those within it.
+    Nested objects are searched, too, except those within an object that has the key.
     """
     decoder, start, score = json.JSONDecoder(), answer.find("{"), None
     while start >= 0:
@@ -250,7 +250,7 @@ def _find_in_json(key: str, answer: str) -> float | None:
 
 
 def _find_last_object(key: str, value: object) -> dict[str, object] | None:
-    """Return the last object with a key in a JSON value, or None. Objects within one that has the key do not count."""
+    """Return the last object with a key in a JSON value, or None. Objects within one with the key are not searched."""
     waiting = [value]
     while waiting:
         last = waiting.pop()

@@ -1,4 +1,4 @@
-"""The reward function `reward_model` with `url`: a reward model on a server, which gets text or tokens."""
+"""The reward function `reward_model` with `url`: a reward model on a server, which is sent text or tokens."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Sent = Literal["string", "tokens", "completion"]
 class RewardModelServer:
     """The score of the prompt with its completion, as vLLM's endpoints for reward models give it.
 
-    The request is a POST to `url`. With `model` in each:
+    The request is a POST to `url` of these keys and `model`, by `protocol`:
 
-    - pooling: `{"input": sequence}` → `{"data": [{"data": [score]}]}`; of a list, the last number counts.
+    - pooling: `{"input": sequence}` → `{"data": [{"data": [score]}]}`; the last number of a list is used.
     - classify: `{"input": sequence}` → `{"data": [{"probs": [score]}]}`
     - score: `{"text_1": prompt, "text_2": completion}` → `{"data": [{"score": score}]}`
 
-    `sends` decides what the sequence is:
+    `sends` selects the form of the sequence:
 
-    - string: the text that the policy had and sampled, with special tokens, up to the one that ended the completion.
-      The tokens that the tokenizer puts before every text (BOS) are left out, because the server puts them there.
+    - string: the text of all prompt and completion tokens, with special tokens, up to the stop token. The tokens that
+      the tokenizer puts before every text (BOS) are left out, because the server adds them.
     - tokens: the ids of the same tokens, for a model with the policy's tokenizer.
     - completion: the prompt as reward functions get it, and the completion, without special tokens.
 
@@ -36,12 +36,12 @@ class RewardModelServer:
     Args:
         url: The whole address, such as http://127.0.0.1:8000/pooling.
         model: The model's name at the server.
-        protocol: One of the three.
-        sends: One of the three; None is "completion" for the protocol `score`, which takes nothing else, and otherwise
-            "string".
+        protocol: pooling, classify or score.
+        sends: string, tokens or completion; None is "completion" for the protocol `score`, which allows nothing else,
+            and otherwise "string".
         mean: Subtracted from the score.
-        std: By which it is divided then.
-        clip: The largest magnitude in the end, or None.
+        std: The divisor of the difference.
+        clip: The largest magnitude of the result, or None.
         **endpoint: `api_key_env`, `request_seconds`, `retries`, `backoff_seconds` and `longest_wait_seconds` of
             `Endpoint`.
 

@@ -17,7 +17,7 @@ _HELD_OUT = 10  # one of that many prompts is held out
 class GeneratedConversations(ABC):
     """Generated problems with conversations that demonstrate them.
 
-    A tenth of the prompts is held out, unless all problems have the same prompt. Then other draws are held out.
+    A tenth of the prompts is held out. If all problems have the same prompt, held-out problems are just other draws.
     """
 
     name: ClassVar[str]

@@ -109,7 +109,7 @@ def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
 
 
 def _describe(at: tuple[int, int], key: tuple[int, int] | None, door: tuple[int, int]) -> str:
-    """Return the policy's observation: its square, the key's unless it has the key, and the door's."""
+    """Return the observation: the squares of the policy, of the key unless the policy has it, and of the door."""
     have = "have key" if key is None else f"key {_name(key)}"
     return f"at {_name(at)}, {have}, door {_name(door)}"
 

@@ -71,7 +71,7 @@ def _answer_errors(handler: Handler) -> Handler:
             return JSONResponse(error.body, error.status)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
-        except Exception as error:  # the session has noted it, and its trajectory fails
+        except Exception as error:  # the session has recorded it, and its trajectory fails
             log.LOGGER.warning("the gateway %s", describe_user_error(error))
             refused = RequestRefused(f"the gateway {describe_user_error(error)}", status=500)
             return JSONResponse(refused.body, refused.status)
@@ -94,7 +94,7 @@ def _authorize(request: Request, find_session: Callable[[str], Session | None]) 
     session = find_session(key.strip()) if kind.lower() == "bearer" else None
     if session is None:
         raise RequestRefused(
-            "the key is not that of a trajectory that runs; send the one of OPENAI_API_KEY as a bearer token",
+            "the key belongs to no running trajectory; send the key in OPENAI_API_KEY as a bearer token",
             status=401,
             code="invalid_api_key",
         )
@@ -103,7 +103,7 @@ def _authorize(request: Request, find_session: Callable[[str], Session | None]) 
 
 
 async def _read(request: Request, session: Session) -> bytes:
-    """Return the body of a request. The rest of one that is too large is not kept."""
+    """Return the body of a request; stop reading one that is too large, and refuse it."""
     most = session.body_limits.num_bytes
     size, parts = int(request.headers.get("content-length", "0")), []
     if size <= most:
@@ -115,7 +115,7 @@ async def _read(request: Request, session: Session) -> bytes:
             parts.append(part)
     if size > most:
         raise session.refuse_full(
-            f"the body has more than {most} bytes, which a context of {session.body_limits.context} tokens allows",
+            f"the body has more than {most} bytes, the most for a context of {session.body_limits.context} tokens",
             status=413,
         )
     return b"".join(parts)

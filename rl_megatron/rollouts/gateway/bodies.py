@@ -1,6 +1,6 @@
-"""Bodies of requests: how large they may be, their JSON, and the error that refuses them.
+"""Bodies of requests: their size limits, their JSON, and the error that refuses them.
 
-Sizes follow from what the context can hold. Threads read bodies, so nothing here keeps the interpreter's lock for long.
+The limits follow from the context length. Threads read bodies, so nothing here holds the GIL for long.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from rl_megatron.rollouts.trajectory import HistoryFull
 
 MOST_LEVELS = 64
-_LEAST_BYTES, _BYTES_OF_A_TOKEN = 1 << 20, 16  # a conversation is sent with what its template leaves out, too
+_LEAST_BYTES, _BYTES_OF_A_TOKEN = 1 << 20, 16  # requests also have text that templates leave out
 _LEAST_VALUES = 10_000
 _CONTEXT_PARAMETERS = ("messages", "prompt", "tools")  # the parameters that become tokens
-_MOST_CHARACTERS = 1000  # of a message, which may show a value of the request
+_MOST_CHARACTERS = 1000  # of an error message, which may show a value of the request
 _SHORT = 1 << 16  # characters that the decoder in C reads in a few milliseconds
 
 
@@ -28,7 +28,7 @@ class RequestRefused(Exception):
         status: The HTTP status.
         message: What is wrong, and what to change.
         param: The parameter that it is about, or None.
-        code: A word for programs, or None.
+        code: A code that programs can compare, or None.
     """
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
@@ -51,19 +51,19 @@ class BodyLimits:
 
     @property
     def num_bytes(self) -> int:
-        """Return the most bytes of a body. A token is rarely more than nine of them, escaped."""
+        """Return the most bytes of a body. An escaped token rarely has more than nine bytes."""
         return _LEAST_BYTES + _BYTES_OF_A_TOKEN * self.context
 
     @property
     def characters(self) -> int:
-        """Return the most characters of a text: more of them are more tokens than the context has."""
+        """Return the most characters of a text: a longer one has more tokens than the context."""
         return self.context * self.longest_token
 
     @property
     def values(self) -> int:
         """Return the most lists and objects of a long body, and the most values of a message or another parameter.
 
-        Each costs a token or more; small contexts get some that no template writes.
+        Each of these costs at least one token. The floor for small contexts allows values that no template writes.
         """
         return max(_LEAST_VALUES, self.context)
 
@@ -98,17 +98,17 @@ def _split_body(body: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def check_value(value: object, where: str, limits: BodyLimits) -> None:
-    """Check a JSON value, level by level, because a deep one must not be walked by recursion.
+    """Check a JSON value level by level, because recursion would overflow on a deep one.
 
     Raises:
         RequestRefused: It is nested too deeply or too large, or has text that is not Unicode.
-        HistoryFull: It is too large, and would become tokens.
+        HistoryFull: It is too large, and is a parameter that becomes tokens.
     """
     level, number = [value], 0
-    for _ in range(MOST_LEVELS + 1):  # the last one has no lists and objects
+    for _ in range(MOST_LEVELS + 1):  # the last level has no lists or objects
         number += len(level)
         if number > limits.values:
-            raise _refuse_size(where, f"more than {limits.values} values, and the context {limits.context} tokens")
+            raise _refuse_size(where, f"more than {limits.values} values, but the context {limits.context} tokens")
         deeper: list[object] = []
         for item in level:
             if isinstance(item, str):
@@ -129,7 +129,7 @@ def _check_text(text: str, where: str, limits: BodyLimits) -> None:
     if len(text) > limits.characters:
         raise _refuse_size(
             where,
-            f"a text of {len(text)} characters, and the context at most {limits.characters}: {limits.context} tokens "
+            f"a text of {len(text)} characters, but the context at most {limits.characters}: {limits.context} tokens "
             f"with {limits.longest_token} characters each",
         )
     if text.isascii():
@@ -152,10 +152,10 @@ def _describe_depth(where: str) -> str:
 
 
 class _Yielding(json.JSONDecoder):
-    """The decoder in Python, during which other threads run."""
+    """The JSON decoder in pure Python, which lets other threads run."""
 
     def __init__(self, most: int) -> None:
-        """Let more lists and objects than `most` raise `HistoryFull`: the garbage collector would walk through them."""
+        """Raise HistoryFull for more than `most` lists and objects, which would slow down the garbage collector."""
         super().__init__()
         self._most = self._left = most
         self.parse_array = self._count(decoder.JSONArray)  # pyright: ignore[reportAttributeAccessIssue]
@@ -175,7 +175,7 @@ class _Yielding(json.JSONDecoder):
 
 
 def read_json(text: str | bytes, most: int) -> Any:
-    """Return the value of a JSON text. Other threads run meanwhile.
+    """Return the value of a JSON text, and let other threads run meanwhile.
 
     Raises:
         ValueError: It is not JSON.
@@ -186,5 +186,5 @@ def read_json(text: str | bytes, most: int) -> Any:
 
 
 def write_json(value: object) -> str:
-    """Return a value as JSON with sorted keys. Other threads run meanwhile."""
+    """Return a value as JSON with sorted keys, and let other threads run meanwhile."""
     return "".join(json.JSONEncoder(sort_keys=True).iterencode(value))

@@ -1,4 +1,4 @@
-"""Limits of the gateway's connections, which need no key: how many there are, and how long one may stay silent."""
+"""Limits of the gateway's connections, which clients open without a key: their number and their idle time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SECONDS_TO_ASK = 10.0  # until the header of a request is complete, and then unt
 def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
     """Return uvicorn's protocol for at most `most()` connections.
 
-    A further one takes the place of the one that has waited for the longest time without a request that is being
-    answered, and whose last request had no accepted key; if there is none, it is closed.
+    A further connection replaces the one that has been idle longest, among those whose last request had no accepted
+    key. If there is none, the further connection is closed.
     """
 
     class Limited(H11Protocol):
         _closing: asyncio.TimerHandle | None = None
-        _waits_for: type[h11.IDLE] | type[h11.SEND_BODY] | None = None  # what the timer is for
+        _waits_for: type[h11.IDLE] | type[h11.SEND_BODY] | None = None  # the state that the timer limits
         _without_request_since = 0.0
 
         def connection_made(self, transport: asyncio.Transport) -> None:
@@ -42,7 +42,7 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def _limit_silence(self) -> None:
-            """Close the connection later if a header or a body is incomplete then, even if bytes of it have come."""
+            """Close the connection after `SECONDS_TO_ASK` if the header or the body is still incomplete then."""
             state = self.conn.their_state
             if state is self._waits_for:
                 return
@@ -56,7 +56,7 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
             super().on_response_complete()
 
         def _find_longest_silent(self) -> Limited | None:
-            """Return the connection that has waited longest, among those of which no byte waits to be read."""
+            """Return the replaceable connection that has been idle longest and has no unread bytes, or None."""
             silent = {
                 connection.transport.get_extra_info("socket").fileno(): connection
                 for connection in self.connections

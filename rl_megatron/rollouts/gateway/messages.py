@@ -1,4 +1,4 @@
-"""Messages of requests: what a chat template gets of them, and when two of them are the same."""
+"""Messages of requests: their form for a chat template, and the keys by which they are compared."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rl_megatron.data.conversations import ROLES
 from rl_megatron.rollouts.gateway.bodies import BodyLimits, RequestRefused, check_value, read_json, write_json
 from rl_megatron.rollouts.trajectory import HistoryFull
 
-_LIMITS_OF_ARGUMENTS = BodyLimits(10_000, 1 << 30)  # those of the policy's calls and of the agent's alike
-# What messages are compared by: role, text, tool calls, and the call and the name that a message answers for.
+_LIMITS_OF_ARGUMENTS = BodyLimits(10_000, 1 << 30)  # of the policy's calls and of the agent's
+# What messages are compared by: role, text, tool calls (id, name, arguments), `tool_call_id` and `name`.
 Key = tuple[str, str, tuple[tuple[str, str, str], ...], str, str]
 
 
@@ -80,9 +80,9 @@ def _read_string(value: object, where: str) -> str:
 
 
 def _parse_arguments(arguments: str) -> object:
-    """Return the mapping that a JSON text has, which templates write themselves; another text stays as it is.
+    """Parse the JSON object in a text, because templates write arguments themselves; return other texts unchanged.
 
-    So does one that is nested too deeply, is too large, or has half of a surrogate pair, which no tokenizer takes.
+    Texts that are nested too deeply, too large, or not Unicode are also returned unchanged.
     """
     try:
         value = read_json(arguments, _LIMITS_OF_ARGUMENTS.values)
@@ -93,7 +93,7 @@ def _parse_arguments(arguments: str) -> object:
 
 
 def build_key(message: Mapping[str, Any]) -> Key:
-    """Return the key that a message of `read_messages` is compared by."""
+    """Return the key by which a message of `read_messages` is compared."""
     return (
         message["role"],
         message["content"],

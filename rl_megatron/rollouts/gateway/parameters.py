@@ -42,7 +42,7 @@ class Parameters:
         stop: Texts that end a choice, and are left out of its text.
         num_choices: The number of choices.
         logprobs: Whether the answer has logprobs.
-        top_logprobs: Whether it has them also as the most likely tokens, of which only the sampled one is known.
+        top_logprobs: Whether the answer also has `top_logprobs`, which list only the sampled token.
         stream: Whether the answer is sent in pieces.
         include_usage: Whether the last piece has the numbers of tokens.
         token_ids: Whether the answer has token ids.
@@ -67,7 +67,7 @@ class ParameterReader:
     """The reader of the parameters of a session's requests."""
 
     def __init__(self, sampling: Sampling, tokenizer: Tokenizer, stops_at_strings: bool):
-        """Keep the sampling without parameters; requests can only lower its number of tokens."""
+        """Use `sampling` for requests without parameters, which can only lower its `max_new_tokens`."""
         self._sampling, self._tokenizer, self._stops_at_strings = sampling, tokenizer, stops_at_strings
 
     def read_chat(self, request: Mapping[str, object]) -> Parameters:
@@ -111,7 +111,7 @@ class ParameterReader:
         if "top_p" in body:
             top_p = _read_number(body, "top_p", lambda value: 0 < value <= 1, "above 0 and at most 1")
             sampling = replace(sampling, top_p=top_p)
-        if "top_k" in body:  # -1 is off for other servers
+        if "top_k" in body:  # other servers use -1 for off
             sampling = replace(sampling, top_k=max(0, _read_integer(body, "top_k", -1, 1 << 30)))
         stop = self._read_stop(body.get("stop", ()))
         if stop:
@@ -141,7 +141,7 @@ class ParameterReader:
 
 
 def _select(request: Mapping[str, object], further: set[str]) -> dict[str, object]:
-    """Return the parameters that are not null, all of which are supported."""
+    """Return the parameters that are not null, or refuse one that is not supported."""
     body = {name: value for name, value in request.items() if value is not None}
     for name, value in body.items():
         if name in _COMMON or name in further or name in _HARMLESS:

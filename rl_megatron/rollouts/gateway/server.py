@@ -21,8 +21,8 @@ _SECONDS_TO_END = 3.0
 _CONNECTIONS_OF_A_SESSION, _FURTHER_CONNECTIONS = 4, 16
 _BACKLOG = 64  # connections that are accepted at once, before those over the limit are closed
 _QUEUE = 1024  # connections that wait to be accepted; a client tries a further one again after a second
-_SWITCH_SECONDS = 0.001  # after which a thread that reads a long request lets the loop continue; Python's are 0.005
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # what agents of this machine reach instead
+_SWITCH_SECONDS = 0.001  # after which a thread that reads a long request lets the loop continue; 0.005 by default
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # how agents on this machine reach these hosts
 
 
 class Gateway:
@@ -99,17 +99,17 @@ class Gateway:
         serving = asyncio.create_task(self._server.serve([listening]))
         while not (self._server.started or serving.done()):
             await asyncio.sleep(0)
-        listening.listen(_QUEUE)  # asyncio has set it to the backlog
+        listening.listen(_QUEUE)  # asyncio has set the queue to the backlog
         await serving
 
     def _listen(self) -> socket.socket:
-        """Return the socket, which takes connections from now on."""
+        """Return the socket, which accepts connections from now on."""
         host, port = self._settings.host, self._settings.port
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-            # asyncio does it only for sockets that name their protocol. Else an answer's body waits for the client's
-            # acknowledgement of its header, which takes 40 ms.
+            # asyncio sets this only for sockets that name their protocol. Without it, an answer's body waits 40 ms for
+            # the client's acknowledgement of the header.
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             raise ConfigError(

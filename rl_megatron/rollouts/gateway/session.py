@@ -23,9 +23,9 @@ from rl_megatron.rollouts.tools.calls import Parser
 from rl_megatron.rollouts.trajectory import HistoryFull, TokenLimits, Trajectory
 
 _T = TypeVar("_T")
-# Work of a few milliseconds is not worth a change of threads, for which the loop would wait.
+# Work of a few milliseconds is not worth a switch to another thread, for which the loop would wait.
 _SHORT_BODY = 8192  # bytes
-_FEW_TURNS = 256  # among which a conversation is looked for
+_FEW_TURNS = 256  # that are searched for a conversation
 SHORT_COMPLETION = 1024  # tokens
 
 
@@ -47,7 +47,7 @@ class SessionClient(Protocol):
         ...
 
     def fitting(self, num_tokens: int, sampling: Sampling | None = None) -> Sampling:
-        """Return how the next completion after that many tokens is sampled."""
+        """Return the sampling of the next completion after `num_tokens` tokens."""
         ...
 
     async def complete(self, ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
@@ -78,7 +78,7 @@ class _Prepared:
         extends_branch: Whether the first choice extends the branch of that turn.
         histories: The history of each choice.
         asked: See `AnsweredTurn`.
-        add: Lets later requests find its turns.
+        add: Registers its turns, so that later requests can continue them.
     """
 
     parameters: Parameters
@@ -92,8 +92,8 @@ class _Prepared:
 class Session:
     """An agent's requests in one trajectory.
 
-    A thread of the session's own reads, renders and encodes long requests, one after the other, so that the requests of
-    others do not wait for it. It changes nothing: the asyncio loop puts what it returns in place.
+    Each session has a thread that reads, renders and encodes long requests, one after the other, so that the requests
+    of other sessions do not wait. The thread changes no state: the asyncio loop applies its results.
 
     Attributes:
         base_url: The address for OpenAI's client.
@@ -119,7 +119,7 @@ class Session:
         self._roots: dict[str, list[AnsweredTurn]] = {}  # by the tools of the conversation
         self.body_limits = BodyLimits(client.limits.context, client.tokenizer.longest_token)
         self._thread = ThreadPoolExecutor(1, "rl-megatron-session")
-        self._order = asyncio.Lock()  # held from the beginning of a job in the thread until its result is in place
+        self._order = asyncio.Lock()  # held from the beginning of a job in the thread until its result is applied
         self.texts = TextTurns()
         self._num_turns, self._num_unheard = 0, 0
         self._tasks: set[asyncio.Task[object]] = set()
@@ -127,7 +127,7 @@ class Session:
         self._failure: Exception | None = None
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of a coroutine. It runs until the session ends, even if nobody waits for it any more."""
+        """Return the result of a coroutine, which continues until the session ends even if the caller is cancelled."""
         if self._has_ended:
             work.close()
             raise _refuse_ended()
@@ -156,7 +156,7 @@ class Session:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def run_job(self, job: Callable[[], _T], is_short: bool) -> _T:
-        """Return the result of a function, which the thread of the session runs if it may take long."""
+        """Return the result of a function; run it in the session's thread unless `is_short`."""
         if self._has_ended:
             raise _refuse_ended()
         if is_short:
@@ -203,7 +203,7 @@ class Session:
         if not ids:
             raise RequestRefused("prompt has no token", param="prompt")
         if len(ids) > self.body_limits.context:
-            raise HistoryFull(f"the prompt has {len(ids)} tokens, and the context {self.body_limits.context}")
+            raise HistoryFull(f"the prompt has {len(ids)} tokens, but the context {self.body_limits.context}")
         extends_branch, histories = self._begin_histories(
             previous,
             parameters.num_choices,
@@ -218,7 +218,7 @@ class Session:
         return _Prepared(parameters, previous, extends_branch, histories, (), add)
 
     async def _answer(self, raw: bytes, prepare: Callable[[Mapping[str, Any]], _Prepared]) -> Choices:
-        """Complete a request, whose body `prepare` makes ready for the engine."""
+        """Complete a request, whose body `prepare` turns into histories for the engine."""
         try:
             async with self._order:
                 is_short = len(raw) <= _SHORT_BODY and self._num_turns <= _FEW_TURNS
@@ -237,13 +237,13 @@ class Session:
     def refuse_full(self, reason: str, status: int = 400) -> RequestRefused:
         """Return the error of a request that does not fit the context; the trajectory counts as truncated now."""
         self._is_full = True
-        message = f"the messages exceed the context length: {reason}"  # clients look for the last words
+        message = f"the messages exceed the context length: {reason}"  # clients search for "context length"
         return RequestRefused(message, status, code="context_length_exceeded", param="messages")
 
     def ignore(self, choices: Choices) -> None:
-        """Leave out the turns of a request whose answer nobody got, so that nothing is learned from them."""
+        """Leave out the turns of a request whose answer the agent did not receive: nothing is learned from them."""
         log.LOGGER.warning(
-            "trajectory %s: the agent did not wait for the answer to a request, and nothing is learned from its %d "
+            "trajectory %s: the agent did not wait for the answer to a request, so nothing is learned from its %d "
             "completions",
             self._client.name,
             len(choices.turns),
@@ -264,15 +264,15 @@ class Session:
         """Return the trajectory of all requests that were answered so far.
 
         Args:
-            reward: The environment's reward for the whole.
-            truncated: Whether it ended before its end; None: if a history was full, or if the last completion did not
-                end by itself.
-            metadata: What reward functions get as `metadata`. The number of completions that nobody received is added
-                as `unheard_completions`, if there are any.
+            reward: The environment's reward for the whole trajectory.
+            truncated: Whether the trajectory was cut off; None: whether a history was full, or the last completion did
+                not end by itself.
+            metadata: What reward functions get as `metadata`. The number of completions that the agent did not receive
+                is added as `unheard_completions`, if it is not 0.
 
         Raises:
             ValueError: The agent got no completion.
-            PastRewritten: The chat template has rewritten the past, and the configuration refuses that.
+            PastRewritten: The chat template has rewritten the past, which the configuration does not allow.
         """
         if self._failure is not None:
             raise self._failure
@@ -338,7 +338,7 @@ class Session:
     async def _complete(
         self, branches: Sequence[Branch], parameters: Parameters, asked: Sequence[Key]
     ) -> list[AnsweredTurn]:
-        """Return a turn for each branch. They are completed at the same time."""
+        """Complete all branches at the same time, and return a turn for each."""
         outcomes = await asyncio.gather(
             *(self._complete_turn(branch, parameters, asked) for branch in branches), return_exceptions=True
         )
@@ -386,7 +386,7 @@ class Session:
 
 
 def _refuse_ended() -> RequestRefused:
-    return RequestRefused("the session has ended, and with it this key", status=410, code="session_ended")
+    return RequestRefused("the session of this key has ended", status=410, code="session_ended")
 
 
 def _read_prompt(prompt: object, tokenizer: Tokenizer) -> str | list[int]:
@@ -400,6 +400,6 @@ def _read_prompt(prompt: object, tokenizer: Tokenizer) -> str | list[int]:
         if wrong is None:
             return prompt
         raise RequestRefused(
-            f"prompt has the token {wrong}, and the tokenizer's are 0 to {tokenizer.vocab_size - 1}", param="prompt"
+            f"prompt has the token {wrong}, but the tokenizer's are 0 to {tokenizer.vocab_size - 1}", param="prompt"
         )
     raise RequestRefused("prompt must be one text or one list of token ids, and not empty", param="prompt")

@@ -30,7 +30,7 @@ def check_tool_format(name: str | None) -> None:
 def choose_parser(name: str | None, template: ChatTemplate | None) -> Parser | None:
     """Return the parser that `rollout.agent.tool_format` names; None if agents get texts as they are.
 
-    The chat template decides for "auto".
+    For "auto", the chat template determines the format.
     """
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""The turns of a session as trees, in which a request finds the turn that it continues."""
+"""The turns of a session as trees, which are searched for the turn that a request continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Branch:
 
     @property
     def heard(self) -> list[AnsweredTurn]:
-        """Return the turns whose answers the agent received. Others are the last, because nothing can follow them."""
+        """Return the turns whose answers the agent received. They come first: nothing can follow an unheard turn."""
         return [turn for turn in self.turns if turn.is_heard]
 
 
@@ -41,8 +41,7 @@ class AnsweredTurn:
     Attributes:
         number: Its number in the history of its branch, from 1.
         order: Its number among all turns of the session.
-        asked: The messages of the request after those of the turn before, as they are compared; none for
-            /v1/completions.
+        asked: The keys of the request's messages after those of the previous turn; none for /v1/completions.
         is_heard: Whether the agent received the answer.
         following: The turns that answered requests which continue this one.
     """
@@ -58,19 +57,19 @@ class AnsweredTurn:
 
     @property
     def can_grow(self) -> bool:
-        """Return whether the history can grow as it is. Otherwise something else follows already."""
+        """Return whether the branch's history can be extended: nothing follows this turn, and no request waits."""
         return not self.branch.is_busy and self.branch.history.is_last_turn(self.number)
 
     @property
     def messages(self) -> list[Message]:
-        """Return the conversation up to this turn, with it."""
+        """Return the conversation up to and including this turn."""
         return self.branch.history.messages_until(self.number)
 
 
 def find_longest_match(roots: Iterable[AnsweredTurn], keys: Sequence[Key]) -> tuple[AnsweredTurn | None, int]:
-    """Return the last turn of a conversation that a session knows, and how many of its messages are known then.
+    """Return the last turn of a conversation that a session has answered, and the number of messages up to it.
 
-    Of several such turns, one that nothing follows yet is preferred. Conversations begin with the turns `roots`.
+    Of several such turns, one that nothing follows yet is preferred. `roots` are the first turns of conversations.
     """
     best: tuple[AnsweredTurn | None, int] = None, 0
     waiting = [(turn, 0) for turn in roots]
@@ -155,13 +154,13 @@ class TextTurns:
         return next((turn for turn in turns if turn.can_grow), turns[0]), prompt[longest:]
 
     def _find(self, prompt: Prompt) -> Iterator[tuple[int, _TextTurn]]:
-        """Yield the turns whose whole histories a prompt begins with, after the lengths of these histories."""
+        """Yield (the length of its history, the turn) for turns whose whole history is a prefix of the prompt."""
         waiting = [(0, root) for root in self._roots]
         while waiting:
             begin, turn = waiting.pop()
             added = turn.text if isinstance(prompt, str) else turn.ids
             if added is None:
-                continue  # what follows tokens is tokens
+                continue  # turns after it have no text either
             end = begin + len(added)
             if prompt[begin:end] == added:
                 yield end, turn

@@ -1,4 +1,4 @@
-"""Tools: functions that the policy calls in its turns, and the formats in which it does."""
+"""Tools: functions that the policy calls in its turns, and the formats of these calls."""
 
 from rl_megatron.rollouts.tools.calculator import calculator
 from rl_megatron.rollouts.tools.interpreter import python

@@ -39,7 +39,7 @@ def calculator(expression: str) -> str:
         ValueError: It is not such an expression, has no value, or its value is too large.
     """
     if len(expression) > _LONGEST:
-        raise ValueError(f"the expression has {len(expression)} characters, and may have {_LONGEST}")
+        raise ValueError(f"the expression has {len(expression)} characters, but may have {_LONGEST}")
     try:
         return _write_number(_evaluate(ast.parse(expression.strip(), mode="eval").body))
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -66,7 +66,7 @@ def _evaluate(node: ast.expr) -> Value:
 
 
 def _check_power(base: Value, exponent: Value) -> None:
-    """Refuse a power that takes long before it is too large, or that is not a real number."""
+    """Refuse a power that would take too long to compute, or that is not a real number."""
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
         if abs(base) > 1 and base.bit_length() * exponent > 2 * _MOST_BITS:
             raise ValueError("the power is too large")
@@ -75,7 +75,7 @@ def _check_power(base: Value, exponent: Value) -> None:
 
 
 def _check_size(value: Value) -> Value:
-    """Return a number that is not too large."""
+    """Return the number, or raise ValueError if it is too large."""
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise ValueError("a number is too large")
     if isinstance(value, float) and not abs(value) < float("inf"):

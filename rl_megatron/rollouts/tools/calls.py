@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MOST_CALLS = 256  # that are looked for in a turn, so that the time grows with its length alone
+MOST_CALLS = 256  # that are read in a turn, so that the time is linear in its length
 _LONGEST_SHOWN = 200  # characters of a call in a message
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
@@ -17,9 +17,9 @@ class ToolCall:
     """A call of a tool.
 
     Attributes:
-        id: The name of the call, which its answer has too. A parser leaves it empty unless the model wrote one.
+        id: The id of the call, which its answer repeats. A parser leaves it empty unless the model wrote one.
         name: The name of the tool.
-        arguments: The arguments by name, as JSON has them.
+        arguments: The arguments by name, as JSON values.
     """
 
     id: str
@@ -29,7 +29,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """A text that is meant as a call and cannot be read.
+    """A text that is meant as a call but cannot be read.
 
     Attributes:
         text: The text, which may be cut.
@@ -54,7 +54,7 @@ class BadCall(ValueError):
 
 
 def drop_thinking(text: str) -> str:
-    """Return the text of a turn after its thinking; nothing if it has not finished thinking."""
+    """Return the text of a turn after its thinking; "" if the thinking has no end."""
     for begin, end in _THINKING:
         thinking, end_tag, rest = text.partition(end)
         if end_tag:
@@ -93,12 +93,12 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_
 def read_call(value: object, arguments_key: str = "arguments") -> ToolCall:
     """Return the call that a JSON object describes, or raise BadCall."""
     if not isinstance(value, dict):
-        raise BadCall(f"is the JSON of {type(value).__name__}, and must be an object with 'name' and {arguments_key!r}")
+        raise BadCall(f"is the JSON of {type(value).__name__}, but must be an object with 'name' and {arguments_key!r}")
     for key, type_, word in (("name", str, "a string"), (arguments_key, dict, "an object")):
         if key not in value:
             raise BadCall(f"has no {key!r}")
         if not isinstance(value[key], type_):
-            raise BadCall(f"has {key!r} of type {type(value[key]).__name__}, and it must be {word}")
+            raise BadCall(f"has {key!r} of type {type(value[key]).__name__}, but it must be {word}")
     id_ = value.get("id", "")
     return ToolCall(id_ if isinstance(id_, str) else "", value["name"], value[arguments_key])
 

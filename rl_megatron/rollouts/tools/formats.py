@@ -37,6 +37,4 @@ def detect_format(template: str, key: str = "rollout.tools.format") -> str:
     what = (
         f"has signs of several formats ({', '.join(formats)})" if formats else "has no sign of a format of tool calls"
     )
-    raise ConfigError(
-        f"the chat template, which {key}=auto looks into, {what}; set {key} to one of {', '.join(PARSERS)}"
-    )
+    raise ConfigError(f"{key}=auto: the chat template {what}; set {key} to one of {', '.join(PARSERS)}")

@@ -1,6 +1,6 @@
 """The tool `python`: runs a program of the model in a limited process.
 
-The limits stop accidents, and some attacks. They are not a sandbox; docs/security.md says what they leave open.
+The limits stop accidents, and some attacks. They are not a sandbox; docs/security.md describes what they leave open.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def python(code: str, seconds_per_call: float, memory_mb: int, max_answer_charac
 
 
 def _run(program: int, directory: str, limits: Limits, most: int) -> tuple[bytes, str | None]:
-    """Return the first `most` bytes that a program prints, and how it ended, if not with the status 0 or 1.
+    """Return the first `most` bytes that a program prints, and how it ended; None if its status is 0 or 1.
 
-    `program` is the descriptor of its text. The limit of seconds holds for the clock as for the CPU.
+    `program` is a file descriptor of its source. `limits.seconds` limits its wall time as well as its CPU time.
     """
     until = time.monotonic() + limits.seconds
     nothing, together = subprocess.DEVNULL, subprocess.STDOUT

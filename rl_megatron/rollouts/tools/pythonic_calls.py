@@ -16,8 +16,8 @@ _BEGIN = re.compile(r"\[\s*([A-Za-z_]\w*)\s*\(")
 def parse_pythonic(text: str, parameters: Parameters) -> list[FoundCall]:
     """Return the calls of a text that is a list of Python calls: `[f(a=1), g(b="x")]`.
 
-    Arguments have names, and their values are literals. A text that is not a list of calls has none, unless it begins
-    with the name of a tool, as `[f(`.
+    Arguments have names, and their values are literals. A text that is not a list of calls has no calls, or a malformed
+    one if it begins with the name of a tool, as `[f(`.
     """
     text = text.strip().removeprefix(_MARKERS[0]).removesuffix(_MARKERS[1]).strip()
     begin = _BEGIN.match(text)
@@ -47,7 +47,7 @@ def parse_pythonic(text: str, parameters: Parameters) -> list[FoundCall]:
 
 
 def _unparse(node: ast.Call, text: str) -> str:
-    """Return a call as Python writes it. Cutting it out of the text would split the whole text for each call."""
+    """Return the source of a call. `ast.get_source_segment` would split the whole text for each call."""
     try:
         return ast.unparse(node)
     except RecursionError:
@@ -79,7 +79,7 @@ def _read_value(keyword: ast.keyword) -> object:
 
 
 def _as_json(value: object) -> object:
-    """Return a literal as JSON has it, where tuples are lists, or raise ValueError."""
+    """Return a literal as a JSON value, with lists for tuples, or raise ValueError."""
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):

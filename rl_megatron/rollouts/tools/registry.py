@@ -13,7 +13,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class RegisteredTool:
-    """A function under a name.
+    """A registered function.
 
     Attributes:
         settings: The keys of `rollout.tools` that it takes as arguments, which the model does not see.
@@ -29,7 +29,7 @@ TOOLS: Registry[RegisteredTool] = Registry("tool")
 def register_tool(name: str, settings: tuple[str, ...] = ()) -> Callable[[FunctionT], FunctionT]:
     """Return a decorator that registers a function as the tool `name` of `rollout.tools.functions`.
 
-    The function belongs to a module that other processes can import, because it runs in one.
+    The function must be in a module that other processes can import, because it runs in another process.
 
     Args:
         name: The name in the configuration. The model sees the name of the function.

@@ -16,7 +16,7 @@ _LONGEST_MESSAGE = 300  # characters; a message of jsonschema has the whole valu
 def build_tool_schema(function: object, where: str, hidden: Collection[str] = ()) -> dict[str, object]:
     """Return the JSON schema of a function, as chat templates take it, without its `hidden` arguments.
 
-    Raises ConfigError, which names the key `where`, if the function lacks named arguments, type hints or descriptions.
+    Raise ConfigError, which names the key `where`, if the function lacks named arguments, type hints or descriptions.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -46,7 +46,7 @@ class ArgumentCheck:
     """The check of the arguments of calls of one tool against its schema."""
 
     def __init__(self, schema: Mapping[str, Any]):
-        """Keep the schema that `build_tool_schema` returns."""
+        """Use a schema of `build_tool_schema`."""
         try:
             from jsonschema import Draft202012Validator
         except ImportError as error:

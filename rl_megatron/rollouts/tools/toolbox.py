@@ -39,11 +39,11 @@ class Hosts(Protocol):
     """The processes that run functions."""
 
     async def call(self, target: str, kwargs: Mapping[str, object], timeout: float) -> Any:
-        """Return what the function with an import string returns within `timeout` seconds.
+        """Call the function with the import string `target`, and return its result within `timeout` seconds.
 
         Raises:
             HostedCallFailed: It raised an error, took longer, or returned too much.
-            HostLost: The process ended through no fault of this call.
+            HostLost: The process ended, but not because of this call.
         """
         ...
 
@@ -93,9 +93,9 @@ class Tools:
         return ProcessHosts(settings.processes, HostLimits(settings.memory_mb, most_bytes), "tools")
 
     def choose_parser(self, template: ChatTemplate | None) -> Parser:
-        """Return the parser of calls of a model with this chat template; None if prompts are plain text.
+        """Return the parser of calls for a chat template, which is None if prompts are plain text.
 
-        Raises ConfigError if the format is not known, or the chat template takes no answers of tools.
+        Raise ConfigError if the format cannot be determined, or the chat template accepts no answers of tools.
         """
         if template not in self._parsers:
             parser = PARSERS[_choose_format(self.settings, template)]
@@ -112,7 +112,7 @@ class Tools:
 def check_tools(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check the tools of a stage before its first step.
 
-    If the records decide whether there is a chat template, the first trajectory checks its format of calls.
+    With data.format=auto, the first trajectory checks them, because the records determine if a chat template is used.
     """
     tools = build_tools(stage.rollout.tools)
     if tools is not None and stage.data.format != "auto":
@@ -129,8 +129,8 @@ class ToolBox:
     """The calls of one trajectory, which are read, answered and counted.
 
     Attributes:
-        counts: `tool_calls`, the calls so far; `tool_errors`, those of them that failed; and `malformed_calls`, those
-            of the failed ones that could not be read. A rollout worker adds them to the metadata of its trajectory.
+        counts: The numbers of calls (`tool_calls`), of failed calls (`tool_errors`), and of failed calls that could not
+            be read (`malformed_calls`). A rollout worker adds them to the metadata of its trajectory.
     """
 
     tools: Tools
@@ -220,7 +220,7 @@ class ToolBox:
         return text if len(text) <= most else f"{text[:most]}… (cut after {most} of {len(text)} characters)"
 
     def _choose_name(self, call: FoundCall) -> str:
-        """Return the name of the tool that answers. A made-up name loses the characters that a template reads."""
+        """Return the name of the tool that answers. In a made-up name, special characters become underscores."""
         if isinstance(call, MalformedCall):
             return "malformed"
         return call.name if call.name in self.tools.tools else re.sub(r"\W", "_", call.name, flags=re.A)[:_LONGEST_NAME]
@@ -248,14 +248,14 @@ def _choose_format(settings: ToolsConfig, template: ChatTemplate | None) -> str:
         format_ = settings.format
     elif template is None:
         raise ConfigError(
-            "rollout.tools.format=auto looks into the chat template, and prompts are plain text; set it to one of "
+            "rollout.tools.format=auto needs a chat template, but prompts are plain text; set it to one of "
             f"{', '.join(PARSERS)}, or data.format=chat"
         )
     else:
         format_ = detect_format(template.text_with_tools)
     if template is None or "tools" not in template.text_with_tools:
         where = "prompts are plain text, which does" if template is None else "the chat template does"
-        log.once(f"{where} not describe tools, so that the model knows of them only by its prompt")
+        log.once(f"{where} not describe tools, so the prompt itself must describe them to the model")
     return format_
 
 

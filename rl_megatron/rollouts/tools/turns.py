@@ -1,8 +1,8 @@
 """Turns with calls of tools in a chat template: their text stays as the policy wrote it.
 
 Most templates write the text of such a turn as it is, and the answers of the tools after it. Some refuse answers after
-a plain text, because they want the calls as a list. For these a stand-in of the calls is rendered, and replaced by the
-text.
+a plain text, because they expect the calls as a list. For these, a placeholder list of calls is rendered, and then
+replaced by the text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _StandIn:
 
     Attributes:
         beginning: The text from the beginning of the turn to the name of the first call.
-        end: The text after the last character of a turn: its end.
+        end: The text that ends a turn, after the turn's last character.
     """
 
     beginning: str
@@ -46,7 +46,7 @@ class ToolTurns:
     def prompt(self, conversation: Conversation) -> str:
         """Return the text that the assistant's next turn follows.
 
-        Raises ConfigError if the template takes no answers of tools, and ValueError if it fails.
+        Raise ConfigError if the template accepts no answers of tools, and ValueError if it fails.
         """
         indices = _find_turns_with_calls(conversation.messages)
         if indices and not self._is_known:
@@ -65,12 +65,12 @@ class ToolTurns:
 
 
 def check_tool_turns(template: ChatTemplate, schemas: Sequence[Mapping[str, object]]) -> None:
-    """Check that a chat template can write turns with calls of the tools with these schemas, and their answers."""
+    """Check that a chat template can write turns with calls of these tools, and the tools' answers."""
     _find_stand_in(template, schemas)
 
 
 def _find_turns_with_calls(messages: Sequence[Mapping[str, object]]) -> list[int]:
-    """Return the indices of the turns that tools answer, without the record's turns, which have a list of calls."""
+    """Return the indices of turns that tools answer, except turns of the record, which have a list of calls."""
     return [
         index
         for index, (message, following) in enumerate(zip(messages, messages[1:], strict=False))
@@ -92,21 +92,21 @@ def _write_calls(messages: Sequence[Mapping[str, object]], index: int) -> dict[s
 
 
 def _restore_text(rendered: str, begin: int, mark: str, stand_in: _StandIn, text: str) -> tuple[str, int]:
-    """Return a rendered text in which a stand-in is replaced by the text of the turn, and where that ends."""
+    """Return the rendered text with the turn's text instead of a stand-in, and the index where the turn's text ends."""
     name = rendered.find(mark, begin)
     end = rendered.find(stand_in.end, name)
     if name < 0 or end < 0 or not rendered.endswith(stand_in.beginning, begin, name):
         raise ValueError(
-            "the chat template writes calls of tools in different ways within one conversation, so it cannot be told "
-            "where a turn begins and ends: set data.chat_template to a template that writes the content of turns with "
-            "calls as it is"
+            "the chat template writes calls of tools in different ways within one conversation, so the beginning and "
+            "the end of a turn cannot be found: set data.chat_template to a template that writes the content of turns "
+            "with calls as it is"
         )
     start = name - len(stand_in.beginning)
     return rendered[:start] + text + rendered[end:], start + len(text)
 
 
 def _find_stand_in(template: ChatTemplate, tools: Sequence[Mapping[str, object]]) -> _StandIn | None:
-    """Return how a template writes a list of calls, or None if it takes answers after a plain text."""
+    """Return how a template writes a list of calls, or None if it accepts answers after a plain text."""
     first, second = (
         {"role": "tool", "tool_call_id": f"call{number:05d}", "name": "tool", "content": text}
         for number, text in enumerate(_ANSWERS, 1)
@@ -135,8 +135,8 @@ def _find_stand_in(template: ChatTemplate, tools: Sequence[Mapping[str, object]]
     turn = template.text(replace(conversation, messages=marked[:2]))
     if not turn.startswith(beginning):
         raise ConfigError(
-            "rollout.tools.functions: the chat template takes no answers of tools after a turn's text, and writes "
-            "what is before a turn in another way once it is there; set data.chat_template to another one"
+            "rollout.tools.functions: the chat template takes no answers of tools after a turn's text, and renders "
+            "earlier messages differently once a turn follows them; set data.chat_template to another one"
         )
     turn = turn[len(beginning) :]
     plain = template.text(replace(conversation, messages=messages[:2]))
@@ -144,7 +144,7 @@ def _find_stand_in(template: ChatTemplate, tools: Sequence[Mapping[str, object]]
 
 
 def _find_refusal(template: ChatTemplate, conversation: Conversation, wanted: Sequence[str]) -> str | None:
-    """Return why a template cannot write a conversation, or None if each of the texts is there once."""
+    """Return why a template cannot write a conversation, or None if it writes each of the texts once."""
     try:
         text = template.prompt(conversation)
     except ValueError as error:

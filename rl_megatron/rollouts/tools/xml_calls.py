@@ -32,10 +32,10 @@ _PARAMETER = re.compile(
 def parse_qwen(text: str, parameters: Parameters) -> list[FoundCall]:
     """Return the calls `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>` of a text.
 
-    A value is text if the schema says that it is a string, and otherwise JSON or a literal of Python.
+    A value is text if its type in the schema is string, and otherwise JSON or a Python literal.
     """
     calls: list[FoundCall] = []
-    position, ends = 0, True  # whether a call may end after the position: the rest of the text is searched for it once
+    position, ends = 0, True  # `ends`: whether an end tag may follow the position
     while len(calls) < MOST_CALLS and (meant := _MEANT.search(text, position)) is not None:
         begin, end = _BEGIN.match(text, meant.start()), None
         if begin is not None and ends:
@@ -81,7 +81,7 @@ def _read_call(function: str, parameters: Parameters) -> ToolCall:
 
 
 def _read_value(text: str, schema: Mapping[str, object]) -> object:
-    """Return the value of a text; one that is neither JSON nor a literal stays text, which the schema refuses."""
+    """Return the value of a text; one that is neither JSON nor a literal stays a text, which the check refuses."""
     if schema.get("type") == "string":
         return None if schema.get("nullable") and text in ("None", "null") else text
     try:

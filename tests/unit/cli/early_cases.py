@@ -86,7 +86,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "the reward function needs a field that there is not": (
         (*_GRPO, "reward.functions=[{name: mine.py:wrong}]"),
-        r"reward.functions\[0\].*: wrong needs the parameter 'x', and a record has no such field .*fields: first, oper",
+        r"reward.functions\[0\].*: wrong needs the parameter 'x', but a record has no such field .*fields: first, oper",
     ),
     "the reward function has no such argument": (
         (*_GRPO, "reward.functions=[{name: length_penalty, kwargs: {max_tokns: 3}}]"),

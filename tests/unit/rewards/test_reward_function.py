@@ -117,7 +117,7 @@ def test_a_class_is_made_with_the_arguments():
     ("function", "kwargs", "words"),
     [
         (user_file.length, {"scle": 1.0}, "f takes no argument 'scle'; did you mean 'scale'"),
-        (user_file.positional, {}, "'completion' has no name to call it by"),
+        (user_file.positional, {}, "'completion' is positional-only"),
         (user_file.nothing, {}, "f takes no part of a sample"),
         (lambda solution_str, judge_url: 0, {}, r"verl's form and needs \['judge_url'\]"),
         (int, {}, "f is a class without __call__"),

@@ -202,7 +202,7 @@ def test_a_registered_function_of_a_notebook_is_sent_with_its_code(workers_of):
         (RewardFunctionConfig(path=FILE, name="nothing"), r"functions\[0\].*nothing takes no part of a sample"),
         (RewardFunctionConfig(name="regex", kwargs={"pattern": "("}), "pattern='\\(' is not a regular expression"),
         (RewardFunctionConfig(name="overlong"), "overlong.*raised TypeError.*max_tokens"),
-        (RewardFunctionConfig(path=FILE, name="fields"), "needs the parameter 'level', and a record has no such field"),
+        (RewardFunctionConfig(path=FILE, name="fields"), "needs the parameter 'level', but a record has no such field"),
     ],
     ids=lambda value: getattr(value, "name", None),
 )

@@ -96,7 +96,7 @@ result({"reward": 0.5, "metadata": {"number": record["number"], "text": text}})
         ("print('before'); raise OSError('no world')", r"ended with status 1; .*before.*OSError: no world"),
         ("ask('a'); sys.exit(3)", r"ended with status 3; it has printed nothing"),
         ("pass", "the agent has got no completion"),
-        ("ask('a'); result({'reward': float('nan')})", r"reward is nan, and must be a finite number"),
+        ("ask('a'); result({'reward': float('nan')})", r"reward is nan, but must be a finite number"),
         ("ask('a'); import time; time.sleep(60)", r"took longer than rollout.agent.timeout_seconds=3"),
     ],
     ids=["raises", "status", "no request", "nan", "hangs"],

@@ -241,7 +241,7 @@ def test_no_process_is_left_when_a_worker_hangs_and_the_run_ends():
     [
         (f"{FILE}:Nothing", {}, "rollout.environment.name=.*has no 'Nothing'"),
         (f"{FILE}:Thing", {}, r"hosted_file.py:Thing has no method reset and no method step"),
-        (f"{FILE}:Guess", {"last": 3}, r"made with the arguments of rollout.environment.kwargs \(last\): got an unexp"),
+        (f"{FILE}:Guess", {"last": 3}, r"not take the arguments of rollout.environment.kwargs \(last\): got an unexp"),
     ],
 )
 def test_an_environment_that_cannot_be_used_is_refused_before_the_run(name, kwargs, message):

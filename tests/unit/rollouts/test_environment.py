@@ -54,7 +54,7 @@ def test_both_forms_of_a_step_are_read(returned):
         (EnvironmentStep(reward="1"), "returned the reward '1'"),
         (EnvironmentStep(reward=True), "returned the reward True"),
         (EnvironmentStep(reward=np.array([1.0])), r"returned the reward array\(\[1"),
-        (EnvironmentStep(done=1), "returned done=1; it is True or False"),
+        (EnvironmentStep(done=1), "returned done=1; it must be True or False"),
         (EnvironmentStep(truncated=None), "returned truncated=None"),
         (EnvironmentStep(3), "returned an observation of type int"),
         (EnvironmentStep([USER, "go"]), "returned 'go' as message 1 of an observation"),
@@ -62,8 +62,8 @@ def test_both_forms_of_a_step_are_read(returned):
         (EnvironmentStep([{"role": "world", "content": ""}]), "returned a message of role 'world'; a role is one of"),
         (EnvironmentStep(metadata=[1]), r"returned the metadata \[1\]"),
         (EnvironmentStep(metadata={1: 2}), "a mapping with texts as keys"),
-        (EnvironmentStep(stop="end"), "returned stop='end'; it is a list of texts"),
-        (EnvironmentStep(stop=[""]), "texts that are not empty"),
+        (EnvironmentStep(stop="end"), "returned stop='end'; it must be a list of"),
+        (EnvironmentStep(stop=[""]), "nonempty texts"),
         (("go", 0.5, True, {}), "returned tuple .*; return an rl_megatron.EnvironmentStep, or the tuple"),
         (None, "returned NoneType None"),
     ],
@@ -90,5 +90,5 @@ def test_plain_data_is_the_same_behind_the_socket():
 def test_an_environment_of_nemo_rl_has_one_value_for_its_one_trajectory(rewards):
     returned = ([{"role": "environment", "content": "go"}], [{}], [None], rewards, [False])
     made = NemoEnvironment(SimpleNamespace(step=lambda message_log_batch, metadata: returned))
-    with pytest.raises(BadAnswer, match="returned rewards=.*; it has one value"):
+    with pytest.raises(BadAnswer, match="returned rewards=.*; it must have one value"):
         asyncio.run(made.step("a"))

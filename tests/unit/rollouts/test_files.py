@@ -73,7 +73,7 @@ def test_scores_of_other_reward_functions_than_the_configured_ones_are_refused(t
 
     assert "component_reward.short" in read("short", "exact")
     for names in ([], ["exact"]):
-        with pytest.raises(ConfigError, match=r"step-000007.parquet has scores of \['exact', 'short'\], and reward"):
+        with pytest.raises(ConfigError, match=r"step-000007.parquet has scores of \['exact', 'short'\], but reward"):
             read(*names)
 
 

@@ -180,7 +180,7 @@ def test_the_reward_of_the_reset_is_that_of_the_first_turn():
         ([ConnectionError("Failed to connect")], {}, ConnectionError, "Failed to connect"),
         ([StepResult({}), RuntimeError("Server error: broken (code: EXECUTION_ERROR)")], {}, RuntimeError, "broken"),
         ([StepResult({}), StepResult({}, float("nan"))], {}, BadAnswer, "returned the reward nan"),
-        ([StepResult({}), StepResult({}, None, 1)], {}, BadAnswer, "returned done=1; it is True or False"),
+        ([StepResult({}), StepResult({}, None, 1)], {}, BadAnswer, "returned done=1; it must be True or False"),
         ([StepResult({}, None, True)], {}, BadAnswer, "returned done=True, so there is no turn"),
         ([StepResult({"a": 1})], {"observation_field": "hint"}, BadAnswer, "has no field 'hint' .* it has a"),
         ([StepResult({})], {"reset_fields": ["seed"]}, BadAnswer, "needs the field 'seed' of the record"),
@@ -208,7 +208,7 @@ def test_arguments_are_checked_before_the_first_step(kwargs, message):
     with pytest.raises(ConfigError, match=message):
         environment_adapter.check("openenv", given)
     environment_adapter.check("openenv", {"base_url": "http://there", "client": f"{__name__}:Client"})
-    with pytest.raises(BadAnswer, match="is made with the arguments of rollout.environment.kwargs"):
+    with pytest.raises(BadAnswer, match="does not take the arguments of rollout.environment.kwargs"):
         environment_adapter.check("openenv", {"url": "http://there"})
     assert Client.made == []
 

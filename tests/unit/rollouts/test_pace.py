@@ -31,7 +31,7 @@ def test_training_that_waits_for_a_busy_engine_is_told_to_use_more_engines(said)
     assert before == [[]] * 4
     assert warning == (
         "rollout.max_trajectory_age_steps=1: training waited for trajectories for 75% of the last 5 steps, because "
-        "those of a step take 4.0 times as long as training on them. The engine was busy, so a higher bound does not "
+        "a step's trajectories take 4.0 times as long as its training. The engine was busy, so a higher bound does not "
         "help: use more engines, or shorter completions"
     )
 

@@ -227,7 +227,7 @@ def test_a_token_that_was_changed_is_named(place):
         return [replace(trajectory, segments=(Segment(ids, segment.turns),))]
 
     turn = 1 if place == 0 else 2
-    with pytest.raises(RolloutFailed, match=rf"turn {turn}: token {place + 1} .*\d+, and the engine "):
+    with pytest.raises(RolloutFailed, match=rf"turn {turn}: token {place + 1} .*\d+, but the engine "):
         run(corrupts, prompts(1), RandomTokens(range(1, 9), stops=1.0), TOKENIZER)
 
 
@@ -251,7 +251,7 @@ def test_a_segment_is_refused_whose_turns_overlap():
     kept = []
     run(keep, prompts(1), RandomTokens(range(1, 9)), TOKENIZER)
     segment = kept[0].segments[0]
-    with pytest.raises(TokensDiffer, match="turn 2 is said to be tokens"):
+    with pytest.raises(TokensDiffer, match="turn 2 is given as tokens"):
         Segment(segment.ids, segment.turns[::-1])
 
 
@@ -379,7 +379,7 @@ def test_a_group_of_which_too_few_are_left_is_masked_and_named(logged):
     assert made.batch["sample_mask"].tolist() == [0.0] * 4 + [1.0] * 4
     assert made.batch["token_mask"].any(dim=1).tolist() == [False] * 4 + [True] * 4
     assert made.metrics.values()["masked_groups"] == 1 and made.num_failed == 3
-    message = "1 of the 4 samples of a prompt did not fail, and at least 2 are compared; nothing is learned from them. "
+    message = "only 1 of the 4 samples of a prompt succeeded, but at least 2 are needed; nothing is learned from them. "
     assert [each for each in logged if "nothing is" in each] == [f"{message}The first failure: sample 0 broke"]
     alone = scored_with_failures([0, 2, 3], replace(rule, least_samples=1))
     assert alone.batch["sample_mask"].tolist() == [0.0, 1.0, 0.0, 0.0] + [1.0] * 4

@@ -159,7 +159,7 @@ def test_completions_have_the_data_sets_of_their_prompts(of_two_files, age):
     replay = f"rollout.replay={stage.rollout_files}"
     assert data_sets_fit(of_two_files(*MIXED, replay)[0].collect(2)[0])
     renamed = [option.replace("upper]", "capitals]").replace("name: upper", "name: capitals") for option in MIXED]
-    with pytest.raises(ConfigError, match="step 2 has samples of the data set 'upper', and data.mix has .'capitals',"):
+    with pytest.raises(ConfigError, match="step 2 has samples of the data set 'upper', which data.mix=.'capitals',"):
         of_two_files(*renamed, replay)[0].collect(2)
 
 

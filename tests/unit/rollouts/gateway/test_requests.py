@@ -190,7 +190,7 @@ async def test_a_history_that_is_full_is_told_and_truncates_the_trajectory(qwen)
     second = await agent.chat(*HELLO, message, user("And?"))
     assert second["choices"][0]["finish_reason"] == "length"
     error = await agent.refused(messages=[*HELLO, message, user("Again?")])
-    assert error["code"] == "context_length_exceeded" and "its limits are" in error["message"]
+    assert error["code"] == "context_length_exceeded" and " is full: " in error["message"]
     assert "context length" in error["message"]  # as clients of verifiers look for
     trajectory = agent.trajectory()
     assert trajectory.truncated and len(trajectory.turns) == 2

@@ -153,7 +153,7 @@ def second_ids_behind(trajectory):
             template_of("mistral")
             .replace("[AVAILABLE_TOOLS] [", "[AVAILABLE_TOOLS] ")
             .replace('"[INST] " + message', 'messages | length ~ "[INST] " + message'),
-            "writes what is before a turn in another way",
+            "renders earlier messages differently",
         ),
     ],
 )
