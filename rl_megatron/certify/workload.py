@@ -40,7 +40,7 @@ class Objective:
     """
 
     loss: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def from_section(cls, section: Mapping[str, Any]) -> Objective:

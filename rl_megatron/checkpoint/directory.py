@@ -70,7 +70,9 @@ def digest_file(path: Path) -> dict[str, object]:
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def publish(partial: Path, final: Path, manifest: dict[str, Any], entries: dict[str, Any] | None = None) -> None:
+def publish(
+    partial: Path, final: Path, manifest: Mapping[str, object], entries: Mapping[str, object] | None = None
+) -> None:
     """Turn the finished directory `partial` into the checkpoint `final`: write its manifest, then rename it.
 
     An existing checkpoint of this name is replaced. `manifest` has all keys but `format`, `files` and `sha256`.
@@ -116,7 +118,7 @@ def put_back(directory: Path) -> None:
             replaced.rename(final)
 
 
-def _digest_content(content: dict[str, Any]) -> str:
+def _digest_content(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

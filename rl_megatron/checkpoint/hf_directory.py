@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def find_adapter_directories(source: Path) -> dict[str, Path]:
     return directories
 
 
-def choose_adapters(checkpoint: Path, manifest: dict[str, Any], adapter: str | None) -> dict[str, str]:
+def choose_adapters(checkpoint: Path, manifest: Mapping[str, object], adapter: str | None) -> dict[str, str]:
     """Return the names of the adapters that an export writes, each with its name in the export.
 
     If an `adapter` is named, it is written alone, to the directory itself. Otherwise all are written.
@@ -99,7 +100,7 @@ def check_export(checkpoint: Path, target: Path, adapter: str | None = None) -> 
     return "peft" in manifest
 
 
-def refuse_adapter_with_head(checkpoint: Path, manifest: dict[str, Any]) -> None:
+def refuse_adapter_with_head(checkpoint: Path, manifest: Mapping[str, object]) -> None:
     """Refuse to export an adapter that was trained with a score head."""
     if "peft" in manifest and manifest.get("head", "lm") != "lm":
         raise ConfigError(

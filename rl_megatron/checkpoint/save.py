@@ -16,7 +16,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -201,7 +201,7 @@ def _begin_save(
     transforms = [writer.transforms] if hasattr(writer, "transforms") else []
     part = _Part(partial, _copy_bucket(writer.write_buckets, trained), transforms, files)
 
-    def complete(results: list, entries: dict[str, Any]) -> None:
+    def complete(results: list, entries: Mapping[str, object]) -> None:
         writer.finish(metadata, results)
         save_config(CheckpointingConfig("torch_dist", 1), str(partial))
         publish(partial, final, {"step": step, **manifest, "versions": collect_versions()}, entries)

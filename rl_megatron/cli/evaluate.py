@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rl_megatron import log
 from rl_megatron.cli.generate import build_weights_tokenizer, check_weights
@@ -40,7 +40,7 @@ class PreparedEvaluation:
     """
 
     tokenizer: Tokenizer
-    identity: dict[str, Any]
+    identity: Mapping[str, object]
     baseline: Path | None
 
 

@@ -83,7 +83,7 @@ class JsonLines(Lines):
         return Record(drop_nulls(values), f"{self.file}:{number}")
 
 
-def _check_characters(values: dict[str, Any], location: str) -> None:
+def _check_characters(values: Mapping[str, object], location: str) -> None:
     """Check that the escapes of a line are characters: no tokenizer accepts half of a surrogate pair."""
     for key, value in values.items():
         try:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -51,7 +50,7 @@ class EvalJob:
     weights: Path
     tokenizer: Tokenizer
     output: Path
-    identity: dict[str, Any]
+    identity: Mapping[str, object]
     baseline: Path | None
 
 

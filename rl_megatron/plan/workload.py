@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rl_megatron.batching.config import BatchingKind
 from rl_megatron.batching.packing import round_up
@@ -84,7 +83,7 @@ class Critic:
     """The critic of a stage, a second model with a score head, its own optimizer and its own loss."""
 
     optimizer: OptimizerConfig
-    loss: Mapping[str, Any]
+    loss: Mapping[str, object]
 
 
 @dataclass(frozen=True)

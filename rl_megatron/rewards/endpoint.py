@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -81,7 +81,7 @@ class Endpoint:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         self._key  # noqa: B018  # a missing variable is found before the first step
 
-    async def post(self, body: dict[str, Any], read: Callable[[Any], T]) -> tuple[T, int]:
+    async def post(self, body: Mapping[str, object], read: Callable[[Any], T]) -> tuple[T, int]:
         """Send a request until it is answered; return the result of `read`, and the number of attempts.
 
         Args:
@@ -105,7 +105,7 @@ class Endpoint:
         error_class = TimeoutError if failed.is_late else EndpointFailed
         raise error_class(f"{failed.message}, in the last of {self.retries + 1} attempts")
 
-    async def _attempt(self, body: dict[str, Any], read: Callable[[Any], T]) -> T | _FailedAttempt:
+    async def _attempt(self, body: Mapping[str, object], read: Callable[[Any], T]) -> T | _FailedAttempt:
         try:
             async with asyncio.timeout(self.request_seconds):
                 response = await self._client.post(self.url, json=body)

@@ -233,7 +233,7 @@ def _trajectory_arguments(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _instantiate(function_class: type, label: str, kwargs: dict[str, Any]) -> Callable[..., Any]:
+def _instantiate(function_class: type, label: str, kwargs: Mapping[str, object]) -> Callable[..., Any]:
     try:
         function = function_class(**kwargs)
     except ConfigError:

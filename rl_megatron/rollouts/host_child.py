@@ -95,7 +95,7 @@ class HostWorker:
         if await finish_within(timed, timeout) is None:
             self._send("failed", number, f"took longer than {timeout:g} seconds")
 
-    async def _answer(self, number: int, call: Callable[[], Any]) -> None:
+    async def _answer(self, number: int, call: Callable[[], object]) -> None:
         """Call the user's code, and send its result. The call stays marked while it is sent: it may close the socket.
 
         A result after the time limit is also sent, and the other end ignores it.

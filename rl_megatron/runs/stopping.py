@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ class RunStopped(Exception):
     the stage; empty if there are none.
     """
 
-    def __init__(self, message: str, stage: str, step: int, results: dict[str, Any]):
+    def __init__(self, message: str, stage: str, step: int, results: Mapping[str, object]):
         super().__init__(message)
         self.stage, self.step, self.results = stage, step, results
 

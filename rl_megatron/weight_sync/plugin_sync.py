@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rl_megatron.weight_sync.buckets import WeightsRefused
@@ -72,7 +73,7 @@ class PluginSync(abc.ABC):
         """Leave process groups, and free memory; see `ServerSync.close`."""
 
     @abc.abstractmethod
-    def _join(self, init_info: dict[str, Any]) -> None:
+    def _join(self, init_info: Mapping[str, object]) -> None:
         """Connect the servers with the policy. They have already got `init_info`, a part of the plugin's `InitInfo`."""
 
     @abc.abstractmethod
@@ -122,7 +123,7 @@ class SyncOverGroup(PluginSync):
         """Leave the process group."""
         self._sender.leave()
 
-    def _join(self, init_info: dict[str, Any]) -> None:
+    def _join(self, init_info: Mapping[str, object]) -> None:
         num_ranks = len(self._servers.ranks.gather(None))
         sizes = [answer["world_size"] for answer in self._servers.get("/get_world_size?include_dp=true")]
         world_size = num_ranks + sum(sizes)
@@ -153,7 +154,7 @@ class SyncInSharedMemory(PluginSync):
         """Free the shared memory."""
         self._sender.release()
 
-    def _join(self, init_info: dict[str, Any]) -> None:
+    def _join(self, init_info: Mapping[str, object]) -> None:
         pass  # servers need no connection: they open the memory by the handles that `_transfer` sends
 
     def _transfer(self, version: int) -> None:

@@ -116,7 +116,7 @@ class ServerSync(Protocol):
 class _Outcome:
     """The answers of all servers, or the worst failure."""
 
-    values: tuple[Any, ...] = ()
+    values: tuple[object, ...] = ()
     died: str | None = None
     refused: str | None = None
 

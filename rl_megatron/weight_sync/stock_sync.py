@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.weight_sync.buckets import WeightsRefused
@@ -65,7 +65,7 @@ class SyncFromDisk:
         """Delete the files."""
         self._directory.close()
 
-    def _call_workers(self, method: str, keywords: dict[str, Any]) -> None:
+    def _call_workers(self, method: str, keywords: Mapping[str, object]) -> None:
         self._servers.post("/collective_rpc", [{"method": method, "kwargs": keywords}] * self._servers.count)
 
 

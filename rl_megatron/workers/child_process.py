@@ -63,7 +63,7 @@ class ChildProcess:
         python: str | None = None,
         threads: int | None = 1,
         dumps: Callable[[object], bytes] = dumps,
-        loads: Callable[[bytes], Any] = pickle.loads,
+        loads: Callable[[bytes], object] = pickle.loads,
         most_bytes: float = math.inf,
     ) -> None:
         """Start the process.

@@ -44,7 +44,7 @@ def read_frame(connection: socket.socket) -> Any:
 
 
 def split_frames(
-    buffer: bytearray, loads: Callable[[bytes], Any] = pickle.loads, most_bytes: float = math.inf
+    buffer: bytearray, loads: Callable[[bytes], object] = pickle.loads, most_bytes: float = math.inf
 ) -> Iterator[object]:
     """Yield the complete messages at the beginning of a buffer, and remove them.
 

@@ -30,7 +30,7 @@ from rl_megatron.config.errors import ConfigError, nearest
 _T = TypeVar("_T")
 
 
-def import_user_code(where: str, name: str, load: Callable[[], Any], missing: str) -> Any:
+def import_user_code(where: str, name: str, load: Callable[[], object], missing: str) -> Any:
     """Return `load()`, which imports users' code. Any error becomes a ConfigError.
 
     Args:

@@ -100,7 +100,7 @@ def merge_settings(tree: Mapping[str, object], settings: Mapping[str, object]) -
     return result
 
 
-def _take_tokenizer(tree: dict[str, Any]) -> None:
+def _take_tokenizer(tree: Mapping[str, object]) -> None:
     """Use the tokenizer that the checkpoint `init_from` was imported with, unless `tokenizer.path` is set."""
     init_from, tokenizer = tree.get("init_from"), tree.get("tokenizer")
     if isinstance(init_from, str) and isinstance(tokenizer, dict) and tokenizer.get("path") is None:

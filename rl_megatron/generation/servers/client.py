@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -76,12 +77,12 @@ class ServerClient:
         """Send a GET request, and return the JSON of the answer; see `call`."""
         return await self.call("GET", path, None, seconds)
 
-    async def post(self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None) -> Any:
+    async def post(self, path: str, body: Mapping[str, object] | None = None, seconds: float | None = None) -> Any:
         """Send a POST request, and return the JSON of the answer; see `call`."""
         return await self.call("POST", path, body, seconds)
 
     async def call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
+        self, method: str, path: str, body: Mapping[str, object] | None = None, seconds: float | None = None
     ) -> Any:
         """Send a request once, and return the decoded JSON of the answer; None if the answer is empty.
 

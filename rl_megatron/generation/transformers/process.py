@@ -45,7 +45,7 @@ class Answers:
         broken: A collective failed in an engine, usually because another process failed.
     """
 
-    values: tuple[Any, ...] = ()
+    values: tuple[object, ...] = ()
     died: str | None = None
     failed: str | None = None
     refused: str | None = None

@@ -145,7 +145,7 @@ class Judge:
         metrics[_UNPARSED] = float(score is None)
         return {SCORE: self._unparsed_score if score is None else score} | metrics  # pyright: ignore[reportReturnType] checked above
 
-    async def _ask_once(self, key: str, body: dict[str, Any]) -> tuple[str, int]:
+    async def _ask_once(self, key: str, body: Mapping[str, object]) -> tuple[str, int]:
         """Return the answer to a request and the number of attempts. Equal requests at the same time are sent once."""
         task = self._requests.get(key)
         if task is None:
@@ -158,7 +158,7 @@ class Judge:
         if not task.cancelled():
             task.exception()  # if all waiting samples have timed out, nothing else retrieves it
 
-    async def _ask(self, key: str, body: dict[str, Any]) -> tuple[str, int]:
+    async def _ask(self, key: str, body: Mapping[str, object]) -> tuple[str, int]:
         answer, attempts = await self._endpoint.post(body, _read_content)
         return answer if self.read_score(answer) is None else self._cache.put(key, answer), attempts
 

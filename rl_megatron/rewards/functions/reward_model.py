@@ -113,7 +113,7 @@ _READERS: dict[Protocol, Callable[[Any], Any]] = {
 }
 
 
-def _read_number(read: Callable[[Any], Any], reply: object) -> float:
+def _read_number(read: Callable[[Any], object], reply: object) -> float:
     try:
         value = read(reply)
     except (KeyError, IndexError, TypeError):

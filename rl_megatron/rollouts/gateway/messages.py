@@ -126,7 +126,7 @@ class Answered:
 
     content: str | None
     text: str
-    calls: Sequence[Mapping[str, Any]]
+    calls: Sequence[Mapping[str, object]]
 
     def is_meant_by(self, key: Key) -> bool:
         """Return whether a message is this answer, perhaps without white space around it or without ids of calls."""

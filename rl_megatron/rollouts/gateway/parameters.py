@@ -59,7 +59,7 @@ class Parameters:
     stream: bool
     include_usage: bool
     token_ids: bool
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, object], ...] = ()
     calls_tools: bool = False
 
 
