@@ -203,7 +203,7 @@ SMALL = {
         """,
     "tests/__init__.py": "",
     "tests/costs.py": (REPOSITORY / "tests" / "costs.py").read_text(),
-    "tests/conftest.py": "",
+    "tests/conftest.py": "import rl_megatron.losses.one\n",  # before pytest configures its workers
     "tests/preloaded.py": "",
     "tests/test_one.py": """
         import multiprocessing
@@ -242,7 +242,7 @@ CHOSEN = ("add:arith", "count:statement", "unseen:comp", "in_process:arith")
 here = Path(sys.argv[1])
 small, out = here / "small", here / "out"
 copy = Copy(here / "reach", small)
-assert record(out, ["tests"], "change", [], copy, Package(copy.package, ("losses",))) == 1
+assert record(out, ["tests"], "change", ["-n", "2"], copy, Package(copy.package, ("losses",))) == 1
 copy = Copy(here / "shard" / "copy", small)
 package = Package(copy.package, ("losses",))
 reach = Reach(out, small)

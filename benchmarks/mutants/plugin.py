@@ -47,16 +47,22 @@ def read_ranges(text: str) -> set[int]:
     return found
 
 
+def give_worker_marks(worker: str) -> None:
+    """Give a worker of pytest-xdist a file of marks of its own, before it imports the package."""
+    size = os.path.getsize(os.environ[MARKS])
+    os.environ[MARKS] += worker
+    Path(os.environ[MARKS]).write_bytes(bytes(size))
+
+
+if MARKS in os.environ and "PYTEST_XDIST_WORKER" in os.environ:
+    give_worker_marks(os.environ["PYTEST_XDIST_WORKER"])
+
+
 class Recorder:
     """Appends a line for each test: its blocks, tier, seconds and outcome."""
 
     def __init__(self) -> None:
-        worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-        size = os.path.getsize(os.environ[MARKS])
-        os.environ[MARKS] += worker
-        marks = Path(os.environ[MARKS])
-        marks.write_bytes(bytes(size))
-        with marks.open("r+b") as file:
+        with open(os.environ[MARKS], "r+b") as file:
             self._marks = mmap.mmap(file.fileno(), 0)
         self._out, self._table = Path(os.environ[OUT]), os.environ[TABLE]
         self._of_fixtures: dict[Any, set[int]] = defaultdict(set)

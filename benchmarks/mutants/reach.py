@@ -20,8 +20,11 @@ _MODULE = "_reached"
 _TEXT = """import mmap
 import os
 
-with open(os.environ.get({variable!r}, {default!r}), "r+b") as _file:
-    REACHED = mmap.mmap(_file.fileno(), 0)
+try:
+    with open(os.environ.get({variable!r}, {default!r}), "r+b") as _file:
+        REACHED = mmap.mmap(_file.fileno(), 0)
+except PermissionError:  # a confined program of a test
+    REACHED = bytearray({size})
 """
 _IMPORT = "from rl_megatron._reached import REACHED as _reached"
 
@@ -48,7 +51,7 @@ def record(out: Path, tests: Sequence[str], tier: str, options: Sequence[str], c
     for file, source in package.sources.items():
         of_file = {block.key: numbers[f"{file}:{block.key}"] for block in source.blocks}
         copy.write(file, source.with_marks(of_file, _IMPORT))
-    copy.write(f"{_MODULE}.py", _TEXT.format(variable=plugin.MARKS, default=str(marks)).encode())
+    copy.write(f"{_MODULE}.py", _TEXT.format(variable=plugin.MARKS, default=str(marks), size=len(keys)).encode())
     environment = os.environ | {
         "PYTHONPATH": f"{root}{os.pathsep}{REPOSITORY}", "PYTHONPYCACHEPREFIX": f"{root}.bytecode",
         "OMP_NUM_THREADS": "1", plugin.MARKS: str(marks), plugin.TABLE: name, plugin.TIER: tier,
