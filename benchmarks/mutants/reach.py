@@ -20,13 +20,14 @@ _MODULE = "_reached"
 _TEXT = """import mmap
 import os
 
-try:
-    with open(os.environ.get({variable!r}, {default!r}), "r+b") as _file:
-        REACHED = mmap.mmap(_file.fileno(), 0)
-except PermissionError:  # a confined program of a test
-    REACHED = bytearray({size})
+with open(os.environ.get({variable!r}, {default!r}), "r+b") as _file:
+    REACHED = mmap.mmap(_file.fileno(), 0)
 """
-_IMPORT = "from rl_megatron._reached import REACHED as _reached"
+# A confined program of a test has only the module that limits it.
+_IMPORT = """try:
+    from rl_megatron._reached import REACHED as _reached
+except ModuleNotFoundError:
+    _reached = bytearray({size})"""
 
 
 def record(out: Path, tests: Sequence[str], tier: str, options: Sequence[str], copy: Copy, package: Package) -> int:
@@ -50,8 +51,8 @@ def record(out: Path, tests: Sequence[str], tier: str, options: Sequence[str], c
     numbers = {key: number for number, key in enumerate(keys)}
     for file, source in package.sources.items():
         of_file = {block.key: numbers[f"{file}:{block.key}"] for block in source.blocks}
-        copy.write(file, source.with_marks(of_file, _IMPORT))
-    copy.write(f"{_MODULE}.py", _TEXT.format(variable=plugin.MARKS, default=str(marks), size=len(keys)).encode())
+        copy.write(file, source.with_marks(of_file, _IMPORT.format(size=len(keys))))
+    copy.write(f"{_MODULE}.py", _TEXT.format(variable=plugin.MARKS, default=str(marks)).encode())
     environment = os.environ | {
         "PYTHONPATH": f"{root}{os.pathsep}{REPOSITORY}", "PYTHONPYCACHEPREFIX": f"{root}.bytecode",
         "OMP_NUM_THREADS": "1", plugin.MARKS: str(marks), plugin.TABLE: name, plugin.TIER: tier,

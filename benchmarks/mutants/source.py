@@ -126,7 +126,7 @@ class Source:
 
         Args:
             numbers: The number of each block by its key.
-            import_line: The line that imports `_reached`, in which `_reached[number] = 1` marks.
+            import_line: The lines that define `_reached`, in which `_reached[number] = 1` marks.
         """
         if not self.blocks:
             return self.data
