@@ -254,8 +254,8 @@ class ClippedPGLossConfig:
         if high is None:
             raise ValueError(f"sequence_rejection_type={kind!r} needs sequence_rejection_max, the upper bound")
         if (low is None) == (kind == "geometric"):
-            rule = "needs sequence_rejection_min, the lower bound" if low is None else "has no lower bound"
-            raise ValueError(f"sequence_rejection_type={kind!r} {rule}; sequence_rejection_min={low}")
+            rule = "needs a lower bound; set it" if low is None else "has no lower bound; set it to null"
+            raise ValueError(f"sequence_rejection_min={low}: sequence_rejection_type={kind!r} {rule}")
         if low is not None and not 0 <= low <= high:
             raise ValueError(f"sequence_rejection_min={low} must lie between 0 and sequence_rejection_max={high}")
 

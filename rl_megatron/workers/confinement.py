@@ -23,7 +23,6 @@ _CONFINED = Path(__file__).with_name("program_limits.py")
 # With arenas of its own, each thread would take 64 MiB of address space.
 _ENVIRONMENT = {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 _LOGGED = "RL_MEGATRON_LIMITS_SAID"  # environment variable that is set once the run has logged the missing limits
-_SECONDS_TO_END_ALL = 2.0  # for processes that start others faster than they are ended
 # What a program can do if the system lacks a limit, by the name of the limit.
 _REMARKS = {
     "namespace": "programs of the model are not isolated from the network by a namespace, because this user cannot "

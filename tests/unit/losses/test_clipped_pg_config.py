@@ -143,11 +143,11 @@ def test_a_dict_a_dataclass_and_an_omegaconf_node_mean_the_same():
         ({"sequence_rejection_type": "k3"}, r"'k3' needs sequence_rejection_max"),
         (
             {"sequence_rejection_type": "k3", "sequence_rejection_max": 1.0, "sequence_rejection_min": 0.5},
-            r"'k3' has no lower bound; sequence_rejection_min=0.5",
+            r"_min=0.5: sequence_rejection_type='k3' has no lower bound; set it to null",
         ),
         (
             {"sequence_rejection_type": "geometric", "sequence_rejection_max": 1.1},
-            r"'geometric' needs sequence_rejection_min",
+            r"_min=None: sequence_rejection_type='geometric' needs a lower bound; set it",
         ),
         (
             {"sequence_rejection_type": "geometric", "sequence_rejection_max": 1.0, "sequence_rejection_min": 2.0},
