@@ -15,11 +15,11 @@ from operator import itemgetter
 
 from rl_megatron.batching.packing import Packs, pack_sequences, require_fitting, split_packs
 
-_EVEN = 1e-3  # as a share of the mean cost: a smaller difference is not worth another trade
-_TRADES_PER_PACK = 4  # at most, on average
+_EVEN = 1e-3  # share of the mean cost; a smaller difference is not worth another trade
+_TRADES_PER_PACK = 4  # this times the number of packs is the maximum number of trades
 _TRADES_PER_SHARD = 8
 _PARTNERS = 4  # how many of the cheapest shards are tried for a trade with the costliest one
-_NOTHING = -1  # instead of a group: the trade returns none
+_NOTHING = -1  # stands for a group if the cheap pack returns none in a trade
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def imbalance(costs: Sequence[float]) -> float:
 def balance_shards(groups: Groups, num_shards: int) -> list[Packs]:
     """Return the packs of each shard, the costliest first: `[shard][k]` is a pack, a list of groups.
 
-    All shards have the same number of packs: the minimum for the total tokens or, if the groups do not fit, the number
-    that modified first fit decreasing needs.
+    All shards have the same number of packs: the minimum for the total tokens or, if the groups do not fit into that,
+    the number that modified first fit decreasing needs.
     """
     require_fitting(groups.lengths, groups.capacity)
     if not groups.lengths:
@@ -75,7 +75,7 @@ def _propose_packings(groups: Groups, num_shards: int) -> Iterator[Packs]:
     """Yield packings with the same number of packs, the most promising first.
 
     Packs of equal cost make shards of equal cost, unless a few sequences are so long that no pack of short ones costs
-    as much. Then packs that are merely full can be a better start: their costs differ enough to balance the shards.
+    as much. Then packs of modified first fit decreasing can be better: their costs differ enough to balance the shards.
     """
     least = max(1, -(-sum(groups.lengths) // groups.capacity))
     packs = _spread(groups, -(-least // num_shards) * num_shards)
@@ -100,7 +100,7 @@ def _spread(groups: Groups, num_packs: int) -> Packs | None:
     # The number of groups breaks ties: groups that cost nothing would otherwise all join one pack and leave others
     # empty.
     ready = [(0.0, 0, pack) for pack in range(num_packs)]
-    blocked: list[tuple[int, int]] = []  # (-space, pack): too full for the current group; later groups may fit
+    blocked: list[tuple[int, int]] = []  # (-space, pack) of packs too full for the current group; later groups may fit
     numbers = range(len(groups.lengths))
     for group in sorted(numbers, key=lambda number: (-groups.costs[number], -groups.lengths[number], number)):
         length = groups.lengths[group]
@@ -198,7 +198,7 @@ def _trade_once(groups: Groups, costly: Packs, cheap: Packs, gap: float) -> bool
 def _find_best_trade(
     groups: Groups, costly: list[int], cheap: list[int], gap: float
 ) -> tuple[float, tuple[int, int] | None]:
-    """Return (error, exchange) of the exchange whose cost is nearest to half the `gap`; the error is the distance.
+    """Return (error, exchange) for the exchange whose net cost is nearest to half the `gap`; the error is the distance.
 
     The exchange is (group of `costly`, group of `cheap` or `_NOTHING`), or None if no exchange fits both packs and
     narrows the gap.

@@ -1,4 +1,4 @@
-"""`Batch`: this rank's sequences of a global batch, and a few facts about all of its sequences."""
+"""`Batch`: this rank's sequences of a global batch, and a few facts about all sequences of that batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rl_megatron.topology.collectives import gather_from_ranks
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.topology.reductions import ALONE, RankReduction
 
-if TYPE_CHECKING:  # the topology imports megatron-core, which showing a batch does without
+if TYPE_CHECKING:  # the topology imports megatron-core, which code that only shows a batch does not need
     from rl_megatron.topology.topology import Topology
 
 LENGTHS, SAMPLED, DATA_SET = "input_lengths", "sampled_tokens", "data_set"
@@ -40,7 +40,7 @@ LENGTHS, SAMPLED, DATA_SET = "input_lengths", "sampled_tokens", "data_set"
 data set in `data.mix`.
 """
 
-# The facts about all sequences that every rank has, if the batch has the key.
+# The keys whose values every rank has for all sequences, if the batch has the key.
 _FACTS = {
     LENGTHS: torch.int32,
     "rewards": torch.float32,
@@ -49,14 +49,14 @@ _FACTS = {
     TRAJECTORY: torch.int32,
     DATA_SET: torch.int32,
 }
-_PADDING_VALUES = {"sample_mask": 0, "token_mask": 0, LENGTHS: 1}  # a padding sequence needs no more than one token
+_PADDING_VALUES = {"sample_mask": 0, "token_mask": 0, LENGTHS: 1}  # a padding sequence has one token
 
 
 @dataclass
 class Batch(MutableMapping[str, Any]):
     """A global batch, whose sequences are numbered from 0. As a mapping, it contains this rank's sequences.
 
-    A whole batch has all sequences on this rank: in a single process, or if all ranks were given the same batch.
+    A batch is whole if this rank has all sequences: in a single process, or if all ranks were given the same batch.
     Otherwise a rank first has the sequences that it produced (see `gather_facts`). After they are moved to their
     owners, all ranks of a data-parallel replica have the sequences that it owns.
 
@@ -67,8 +67,8 @@ class Batch(MutableMapping[str, Any]):
         homes: [B] int16. The data-parallel rank on which each sequence was produced.
         width: The padded length of sequences, the same on every rank.
         columns: The keys that can be moved between ranks.
-        padding: The values of a padding sequence: one token of zero loss weight. Without it, a step's first sequence
-            pads the step.
+        padding: The values of a padding sequence: one token of zero loss weight. If empty, padding sequences repeat the
+            step's first sequence.
         topology: The layout whose ranks share the batch; None if the batch is whole.
         owners: [B] int16. The data-parallel rank that owns each sequence; None before the move to owners.
         steps: The plans of this rank's optimizer steps, made together with `owners`; empty if they are made later.
@@ -115,7 +115,7 @@ class Batch(MutableMapping[str, Any]):
             local: This rank's sequences as tensors, with `input_ids` and `input_lengths`; None if it has produced none.
                 Only the first rank of a data-parallel replica may have any. All ranks' sequences have the same keys.
             topology: The layout; None in a single process.
-            store: The storage of tensors after the move. None: host memory.
+            store: The storage of tensors after the move to owners. None: host memory.
         """
         traffic = Traffic()
         if topology is not None and topology.world_size == 1:
@@ -298,7 +298,7 @@ class Batch(MutableMapping[str, Any]):
         return self._exchange(torch.zeros_like(self.homes), self.owners, values, numbers, columns, TensorStore())[key]
 
     def _send_to(self, targets: Tensor, keys: Sequence[str]) -> BatchedDataDict:
-        """Return these keys of the sequences that `targets` assigns to this rank, from their owners. Collective."""
+        """Return these keys of the sequences that `targets` assigns to this rank; the owners send them. Collective."""
         values = BatchedDataDict({key: self.local[key] for key in keys})
         if self.owners is None or self.topology is None:
             return values
@@ -318,7 +318,7 @@ class Batch(MutableMapping[str, Any]):
         """Return copies of some of this rank's sequences.
 
         Args:
-            chosen: Their numbers in the global batch, and `PADDING` for each padding sequence of zero loss weight.
+            chosen: Numbers in the global batch, and `PADDING` for each padding sequence of zero loss weight.
             width: The number of columns to return of per-token tensors. None: all.
             first: The number of the sequence that padding sequences repeat if the batch has no `padding`.
         """
@@ -376,7 +376,7 @@ def _gather_from_replicas(values: Tensor, topology: Topology) -> Tensor:
 def _share_columns(
     local: BatchedDataDict | None, topology: Topology | None, producer: int
 ) -> tuple[Columns, dict[str, Tensor]]:
-    """Return the data-parallel rank `producer`'s columns and values of padding sequences. Collective."""
+    """Return (columns, values of padding sequences) of the data-parallel rank `producer`, on every rank. Collective."""
     shared: list[Any] = [None]
     if local is not None and (topology is None or topology.data_rank == producer):
         columns = read_columns(local)

@@ -17,7 +17,7 @@ BLOCK_RANKS = 8
 """The number of data-parallel ranks in a block. Smaller blocks balance worse, and larger ones take longer to plan."""
 
 GatherMoves = Callable[[np.ndarray], np.ndarray]
-"""A collective that takes the moves out of this rank's block and returns the moves out of all blocks.
+"""A collective: its argument is the moves from this rank's block to others, and it returns the moves of all blocks.
 
 Moves are [k, 2]: the number of a group, and the block to which it moves."""
 
@@ -44,7 +44,7 @@ class Blocks:
         return range(start, min(start + self.ranks_per_block, self.num_ranks))
 
 
-_UNEVEN = 0.5  # of a block's share of the cost: if a block deviates by more, all groups are dealt
+_UNEVEN = 0.5  # of a block's even share of the cost; if a block deviates by more, `deal_to_blocks` deals all groups
 
 
 def assign_blocks(costs: np.ndarray, homes: np.ndarray, blocks: Blocks, block: int, gather: GatherMoves) -> np.ndarray:
@@ -73,7 +73,7 @@ def assign_blocks(costs: np.ndarray, homes: np.ndarray, blocks: Blocks, block: i
 
 
 def _sum_costs(costs: np.ndarray, assigned: np.ndarray, num_blocks: int) -> np.ndarray:
-    """Return the cost of each block's groups. If blocks ascend, sums over neighbours are much faster."""
+    """Return the cost of each block's groups. If `assigned` ascends, sums over neighbours are used: they are faster."""
     if (assigned[1:] < assigned[:-1]).any():
         return np.bincount(assigned, weights=costs, minlength=num_blocks)
     starts = np.searchsorted(assigned, np.arange(num_blocks))
@@ -85,7 +85,7 @@ def _sum_costs(costs: np.ndarray, assigned: np.ndarray, num_blocks: int) -> np.n
 
 
 def _compute_debts(excess: np.ndarray, block: int) -> list[tuple[int, float]]:
-    """Return each (other block, cost) that `block` has to move, so that no block keeps an excess.
+    """Return (other block, cost) for the moves that `block` has to make, so that no block keeps an excess.
 
     Excesses are laid end to end on a line, and so are deficits. A block moves cost to the deficits that overlap with
     its excess.
@@ -112,7 +112,7 @@ def _choose_moves(groups: np.ndarray, costs: np.ndarray, debts: list[tuple[int, 
             index = bisect_left(ascending, owed)
             if index == len(ascending) or (index and owed - ascending[index - 1] < ascending[index] - owed):
                 index -= 1
-            if ascending[index] >= 2 * owed:  # not moving it misses the debt by less
+            if ascending[index] >= 2 * owed:  # without this move, the debt is missed by less
                 break
             owed -= ascending.pop(index)
             moves.append((int(groups[order.pop(index)]), block))

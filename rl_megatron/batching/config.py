@@ -96,7 +96,7 @@ class PackingPlanArgs(_TokenBudgetArgs):
     Attributes:
         max_tokens_per_microbatch: The maximum number of tokens in a pack, padding included.
         group_size: Sequences that stay together, in order: 2 for preference pairs.
-        cost: The cost of a sequence. "balanced" makes the costs of packs, and those of shards, equal.
+        cost: The cost of a sequence. "balanced" makes packs, and also shards, about equally costly.
         algorithm: "balanced" (few packs of equal cost, see `rl_megatron.batching.balance`), or a key of
             `rl_megatron.batching.packing.ALGORITHMS` (few packs).
         sequence_length_pad_multiple: Each sequence's length in the pack is a multiple of this (2·cp, times tp under

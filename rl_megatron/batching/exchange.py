@@ -1,7 +1,7 @@
 """Move sequences once, from the ranks that produced them to the data-parallel ranks that own them.
 
 Sequences are sent in rounds of bounded size, each key in its own dtype and without padding. The first ranks of all
-data-parallel replicas exchange sequences. Each then broadcasts the sequences that it received within its replica.
+data-parallel replicas exchange sequences. Each then broadcasts what it received to the other ranks of its replica.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import is_per_token
 
-if TYPE_CHECKING:  # the topology imports megatron-core, which showing a batch does without
+if TYPE_CHECKING:  # the topology imports megatron-core, which code that only shows a batch does not need
     from rl_megatron.topology.topology import Topology
 
 ROUND_BYTES = 1 << 26
@@ -128,7 +128,7 @@ class Exchange:
         return BatchedDataDict(tensors)
 
     def _plan_rounds(self, columns: Columns) -> np.ndarray:
-        """Return [B] the round in which each sequence moves, the same on every rank."""
+        """Return the round in which each sequence moves, [B], the same on every rank."""
         token_bytes = sum(column.bytes for column in columns.values() if column.per_token)
         sequence_bytes = sum(column.bytes for column in columns.values() if not column.per_token)
         order = np.argsort(self.sources, kind="stable")
@@ -183,7 +183,7 @@ class Exchange:
         return payload
 
     def _count_bytes(self, columns: Columns, chosen: np.ndarray, peers: np.ndarray) -> np.ndarray:
-        """Return [keys, ranks] the bytes of each key, summed over the chosen sequences of each rank in `peers`."""
+        """Return the bytes of each key in each rank's chosen sequences, [keys, ranks]; `peers` [B] are the ranks."""
         num_ranks = 1 if self.topology is None else self.topology.data
         ranks = peers[chosen]
         numbers = np.bincount(ranks, minlength=num_ranks)
@@ -224,7 +224,7 @@ class Exchange:
             into[torch.from_numpy(indices)] = values
 
     def _locate_tokens(self, chosen: np.ndarray, indices: np.ndarray, width: int) -> Tensor:
-        """Return the indices, in a flattened tensor [·, width], of the tokens of sequences that are at `indices`."""
+        """Return where the chosen sequences' tokens are in a flattened [·, width] tensor that has them at `indices`."""
         counts = self.lengths[chosen].astype(np.int64)
         starts = indices * width - (np.cumsum(counts) - counts)
         return torch.from_numpy(np.repeat(starts, counts) + np.arange(int(counts.sum())))

@@ -70,7 +70,7 @@ class TensorStore:
         num_bytes = max(size, 1) * dtype.itemsize
         with path.open("wb") as file:
             try:
-                if hasattr(os, "posix_fallocate"):  # otherwise a full disk kills the process at a later write
+                if hasattr(os, "posix_fallocate"):  # without it, a full disk would kill the process at a later write
                     os.posix_fallocate(file.fileno(), 0, num_bytes)
             except OSError as error:
                 raise OSError(error.errno, f"{num_bytes:,} bytes of sequences: {error.strerror}", str(path)) from error

@@ -104,7 +104,7 @@ class StepPlan:
 
     Attributes:
         start: The number of the step's first sequence in the global batch.
-        stop: The number after its last sequence.
+        stop: The number of its last sequence, plus 1.
         batching: How sequences form microbatches.
         group_size: Sequences that stay together in a microbatch.
         ranks: The microbatches of all data-parallel ranks if the batch is whole, and otherwise of this rank alone. All

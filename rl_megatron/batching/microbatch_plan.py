@@ -177,7 +177,7 @@ def _pack(groups: Groups, num_shards: int, algorithm: str) -> list[Packs]:
 
 def _sums(sequences: list[list[list[int]]], values: Sequence[_Number]) -> list[list[_Number]]:
     """Return the sum of the sequences' values in every microbatch of every shard."""
-    # A sum begins with the int 0, which is also a float.
+    # pyright objects because a sum begins with the int 0, but an int can stand for a float.
     return [  # pyright: ignore[reportReturnType]
         [sum(values[sequence] for sequence in microbatch) for microbatch in shard] for shard in sequences
     ]

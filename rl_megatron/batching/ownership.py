@@ -67,7 +67,7 @@ class OwnershipPlanner:
     def assign_blocks(self, start: int, stop: int, homes: np.ndarray, block: int, gather: GatherMoves) -> np.ndarray:
         """Return the block of each sequence of one optimizer step, from `start` to `stop - 1`.
 
-        `homes` is for each sequence of the global batch. See the function `assign_blocks` for the other arguments.
+        `homes` [B] has the rank that produced each sequence of the global batch. See the function `assign_blocks`.
         """
         if len(self.blocks) == 1:
             return np.zeros(stop - start, dtype=np.int64)
@@ -85,8 +85,8 @@ class OwnershipPlanner:
     def plan_block(self, numbers: np.ndarray, num_ranks: int) -> tuple[np.ndarray, list[RankMicrobatches]]:
         """Return (each sequence's rank within the block, the microbatches of each of these ranks).
 
-        `numbers` are those of the block's sequences of one optimizer step, in order. Microbatches need
-        `plans_microbatches`.
+        `numbers` are those of the block's sequences of one optimizer step, in order. Unless `plans_microbatches`, the
+        list of microbatches is empty.
         """
         if not self.plans_microbatches:
             groups = self.groups[numbers]  # pyright: ignore[reportOptionalSubscript]  # `groups` is not None here
@@ -170,7 +170,7 @@ def plan_ownership(
     blocks = planner.blocks
     block = blocks.find_block(rank)
     members = blocks.ranks(block)
-    local = np.zeros(len(planner.lengths), dtype=np.uint8)  # of this block's sequences: the rank within the block
+    local = np.zeros(len(planner.lengths), dtype=np.uint8)  # owners of this block's sequences, as ranks of the block
     assigned = np.zeros(len(planner.lengths), dtype=np.uint16)
     planned: list[list[RankMicrobatches]] = []  # for each step, the microbatches of the block's ranks
     ends = np.cumsum([0, *sizes]).tolist()
@@ -204,7 +204,7 @@ def plan_ownership(
 def agree_on_counts(
     steps: Sequence[RankMicrobatches], group_size: int, ranks: RankReduction
 ) -> list[tuple[RankMicrobatches, float]]:
-    """Return each step's (microbatches of this rank, efficiency of all ranks), with equal counts. Collective."""
+    """Return (this rank's microbatches, all ranks' efficiency) per step. Counts are equal on all ranks. Collective."""
     most = ranks.max(torch.tensor([len(step.sequences) for step in steps])).tolist()
     steps = [step.extend(count, group_size) for step, count in zip(steps, most, strict=True)]
     totals = ranks.sum(torch.tensor([[step.tokens, step.slots] for step in steps])).tolist()
@@ -212,7 +212,7 @@ def agree_on_counts(
 
 
 def _gather_moves(moves: np.ndarray, members: range, rank: int, ranks: RankReduction) -> np.ndarray:
-    """Return [k, 2] the moves from all blocks. Each rank of a block contributes a part of the block's moves."""
+    """Return the moves from all blocks, [k, 2]. Each rank of a block contributes a part of the block's moves."""
     part = moves[rank - members.start :: len(members)]
     most = int(ranks.max(torch.tensor([len(part)])).item())
     padded = torch.full((most, 2), -1, dtype=torch.int32)

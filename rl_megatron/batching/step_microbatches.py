@@ -31,7 +31,7 @@ def plan_step(
     Args:
         batch: The batch, whole or after `Batch.move_to_owners`.
         start: The number of the first sequence in the global batch.
-        stop: The number after the last sequence.
+        stop: The number of the last sequence, plus 1.
         batching: How sequences form microbatches.
         layout: The layout, whose data-parallel ranks compute the batch.
         data_rank: This data-parallel rank.

@@ -80,7 +80,7 @@ class TrajectoryIndex:
         return values.view(self.num_trajectories, self._most, -1)[self.owner, self._number_within()]
 
     def step_sizes(self, num_trajectories: int) -> list[int] | None:
-        """Return the sequences in each step of `num_trajectories` trajectories; None if each is one sequence."""
+        """Return the sequences in each step of `num_trajectories` trajectories; None if all have one sequence."""
         return None if self.all_alone else torch.bincount(self.owner // num_trajectories).tolist()
 
     def _number_within(self) -> Tensor:

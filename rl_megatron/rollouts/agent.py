@@ -40,7 +40,7 @@ class AgentFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class AgentResult:
-    """The contents of RL_MEGATRON_RESULT, which the program has written.
+    """The content of the file that RL_MEGATRON_RESULT names, which the program has written.
 
     Attributes:
         reward: The reward for the whole trajectory.
@@ -107,7 +107,7 @@ class AgentWorker:
         variables = {name: os.environ.get(name) if value is None else value for name, value in configured.items()}
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), self._settings.host)))
         always = {
-            "NO_PROXY": direct,  # the gateway is never reached through a proxy
+            "NO_PROXY": direct,  # the gateway must not be reached through a proxy
             "no_proxy": direct,
             **{name: value for name, value in variables.items() if value is not None},
             "OPENAI_BASE_URL": session.base_url,

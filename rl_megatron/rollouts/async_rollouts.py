@@ -51,7 +51,7 @@ class StepGroups:
     """The groups that a step gets, and the events since the last step. Ranks other than 0 get no groups.
 
     Attributes:
-        used: The groups that it learns from, in the order of the stream.
+        used: The groups that the step learns from, in the order of the stream.
         equal: The groups that were dropped since the last step because all their rewards are equal.
         dropped: All groups that were dropped since the last step, with the reason.
         num_refilled: How many groups were started instead of dropped ones.
@@ -101,7 +101,7 @@ class StepGroups:
 class AsyncRollouts:
     """The running groups of a stage, on the event loop of rollout workers. Rank 0 owns them.
 
-    Methods are collective. Requests are sent to the engine at once, and not in rounds.
+    Methods are collective. Each request is sent to the engine immediately, and not in a round with others.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class AsyncRollouts:
     # --- on rank 0's loop ---
 
     async def _close(self, version: int, step: int) -> None:
-        # Running requests may sample with the new weights before the sync returns, so record their step now.
+        # Running requests may sample with the new weights before the sync returns, so record the weights' step now.
         self._step_of_version[version] = step
         self._is_open.clear()
         while self._waits and self._num_requests:
@@ -309,7 +309,7 @@ class AsyncRollouts:
 
     def _complete_group(self, number: int, results: list[TaskResult], scores: Scores) -> None:
         if self._running.pop(number, None) is None:
-            return  # it was dropped while it was scored
+            return  # the group was dropped while it was scored
         group = Group(number, results, replace(scores, samples=()), ())
         steps = [self._step_of_version[version] for result in results for version in _collect_versions(result)]
         # Masked trajectories are not compared: their reward 0 differs from others, but they are not learned from.

@@ -1,4 +1,4 @@
-"""Turn trajectories into training batches: one sequence for each segment, in which only the policy's tokens count."""
+"""Turn trajectories into training batches, in which only the tokens that the policy sampled are trained on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
 # turn_rewards [B, S] fp32, the reward of the environment for a turn at its last token.
 TURN, TURN_REWARDS = "turn", "turn_rewards"
 
-# A key of this prefix and the name of a reward function has the function's scores, [B] fp32, with NaN for missing ones.
+# This prefix and the name of a reward function form the key of its scores, [B] fp32, with NaN for missing ones.
 # The name for an environment's rewards is `environment`. Batches have these keys if an advantage estimator reads them.
 COMPONENT = "component_reward."
 
@@ -65,7 +65,7 @@ def build_trajectory_batch(
     Args:
         trajectories: The trajectories.
         prompts: The prompt of each.
-        sampling: The sampling of trajectories that are None.
+        sampling: The sampling to record for trajectories that are None.
         has_turns: Whether trajectories may have several sequences or turns, so that the batch gets the keys of this
             module.
     """

@@ -28,7 +28,7 @@ class RolloutClient:
     It records every prompt with its completion, to check that the trajectory consists of these tokens.
 
     Attributes:
-        name: The name of the trajectory. It is the id of its first request.
+        name: The name of the trajectory, which is also the id of its first request.
         prompt: The prompt of the task, as the data section renders it.
         tokenizer: The run's tokenizer.
         limits: The most tokens of the trajectory.
@@ -79,7 +79,7 @@ class RolloutClient:
             sampling: How the completion is sampled; None: as in the generation section.
 
         Raises:
-            HistoryFull: No token fits after them.
+            HistoryFull: No token fits after `ids`.
             RuntimeError: The attempt has ended.
         """
         if self._is_closed:
@@ -157,7 +157,7 @@ class RolloutClient:
 
         Raises:
             ValueError: There are tools, but no chat template.
-            HistoryFull: A text has more characters.
+            HistoryFull: A text has more than `most_characters`.
         """
         chat = self.prompt.chat()
         if chat is None:

@@ -32,7 +32,7 @@ class Tools(Protocol):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Return how many calls there were and how many failed, by name."""
+        """Return how many calls there were and how many failed, by names such as `tool_calls`."""
         ...
 
     def find_calls(self, text: str) -> Sequence[FoundCall]:
@@ -75,7 +75,7 @@ class Conversation:
     ) -> list[Trajectory]:
         chat = client.prompt.chat()
         tools = None if self._tools is None else self._tools(None if chat is None else chat[0])
-        schemas = None if tools is None or chat is None else tools.schemas  # else the prompt describes tools
+        schemas = None if tools is None or chat is None else tools.schemas  # a plain prompt describes tools itself
         if self._environments is None:
             return [await self._talk(client, client.history(tools=schemas), None, tools, {}, sampling)]
         environment = await self._environments.make()
@@ -125,7 +125,7 @@ class Conversation:
             was_cut = completion.reason != "stop"
             if tools is not None and (calls := tools.find_calls(text)):
                 messages, ends = await tools.answer(calls)
-                was_cut = was_cut or ends  # the policy has not answered yet
+                was_cut = was_cut or ends  # because the policy has not answered yet
             elif environment is not None:
                 step = await environment.step(text)
                 history.add_reward(step.reward)

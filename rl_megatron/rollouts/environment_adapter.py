@@ -83,7 +83,7 @@ def _take_only(name: str, values: Any) -> Any:
     if not isinstance(values, list | tuple) or len(values) != 1:
         raise BadAnswer(f"returned {name}={values!r:.80}; it must have one value, because the batch has one trajectory")
     if name == "terminateds" and values[0] in (0, 1):
-        return bool(values[0])  # NeMo RL's environments return a tensor of any type
+        return bool(values[0])  # NeMo RL's environments return a tensor of any dtype
     return values[0]
 
 

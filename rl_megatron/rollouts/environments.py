@@ -16,7 +16,7 @@ from rl_megatron.rollouts import environment_adapter
 from rl_megatron.rollouts.environment import EnvironmentStep
 from rl_megatron.rollouts.hosts import HostedCallFailed, HostedObject, HostLimits, HostLost, ProcessHosts
 
-_MOST_PROCESSES = 32  # of rollout.environment.processes=null
+_MOST_PROCESSES = 32  # if rollout.environment.processes=null
 _ADAPTER = environment_adapter.__name__
 _MEBIBYTE = 1 << 20
 

@@ -49,7 +49,7 @@ class QueueRules:
 
 @dataclass
 class _Group:
-    started: int  # the step whose weights the engine had
+    started: int  # the step whose weights the engine had when the group was started
     oldest: int | None = None  # the step of the weights of its oldest token, once it is complete
 
 
@@ -87,8 +87,8 @@ class GroupQueue:
         self._step = 1  # the next step that takes groups
         self._weights: int | None = None  # the step of the weights that the engine has
         self._dropped: dict[int, str] = {}
-        self._still_running: list[int] = []  # of the dropped ones
-        self._num_equal = self._num_missing = 0  # dropped for equal rewards: in all, and without a replacement
+        self._still_running: list[int] = []  # the dropped groups that still run
+        self._num_equal = self._num_missing = 0  # dropped for equal rewards: with a replacement, and without
         self._num_to_refill = self._num_refilled = 0
 
     @property
@@ -173,12 +173,12 @@ class GroupQueue:
         return {"step": self._step, "next": self._next, "again": left, "num_equal": self._num_equal}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state, in which no group has been started."""
+        """Continue from a state; its groups are started again."""
         self._step, self._next, self._num_equal = state["step"], state["next"], state["num_equal"]
         self._groups, self._again = {}, list(state["again"])
 
     def replay(self, ended: Iterable[int]) -> None:
-        """Skip to the next step. `ended` are the groups that the log lists as learned from in this step or dropped."""
+        """Skip to the next step. `ended` are the groups that the log lists as learned from or dropped in this step."""
         for number in ended:
             self._again += range(self._next, number + 1)
             self._next = max(self._next, number + 1)
@@ -186,7 +186,7 @@ class GroupQueue:
         self._step += 1
 
     def leave_out(self, num_steps: int) -> None:
-        """Leave out the groups of that many steps, before any has been started."""
+        """Leave out the groups of the next `num_steps` steps; no group has been started yet."""
         for _ in range(num_steps * self._rules.per_step):
             if self._again:
                 self._again.pop(0)

@@ -63,7 +63,7 @@ def check_length(text: str, most_characters: int | None) -> None:
 
 
 def escape_special_tokens(message: Message, tokenizer: Tokenizer) -> dict[str, object]:
-    """Return a message or a tool from whose texts no special token is encoded: only the chat template writes these.
+    """Return a message or tool with broken names of special tokens, so that only the chat template writes such tokens.
 
     An invisible character is inserted into names of special tokens, in the content and in arguments of tool calls.
     """
@@ -103,7 +103,7 @@ class History(ABC):
         self._closed: list[Segment] = []
         self._closed_texts: list[str] = []
         self._turns: list[Turn] = []
-        self._ends: list[_End] = []  # of the turns of all segments
+        self._ends: list[_End] = []  # after each completion of all segments
         self._parent: int | None = None
 
     @property
@@ -153,7 +153,7 @@ class History(ABC):
         """Append the message of a completion whose tokens are already appended."""
 
     def add_reward(self, reward: float) -> None:
-        """Add to the environment's reward of the last completion."""
+        """Add `reward` to the environment's reward of the last completion."""
         last = self._turns[-1]
         self._turns[-1] = replace(last, reward=last.reward + reward)
 
@@ -168,7 +168,7 @@ class History(ABC):
 
         Args:
             reward: The environment's reward for the whole trajectory, besides the rewards of turns.
-            truncated: Whether the trajectory was cut off; None: whether its last completion was.
+            truncated: Whether the trajectory was cut off; None: whether its last completion was cut off.
             metadata: What reward functions get as `metadata`.
         """
         segments = self.segments()
@@ -334,7 +334,7 @@ class ChatHistory(History):
 
     def _branch(self, rendered: str) -> None:
         """Close the segment, and begin one with the newly rendered text."""
-        if self._turns:  # otherwise it has only the context of a fork, and is not a segment of this history
+        if self._turns:  # without turns, this segment is only the context copied by `fork`, so it is not kept
             self._closed.append(Segment(self._ids[: self._turns[-1].end], tuple(self._turns), self._parent))
             self._closed_texts.append(self._text)
             self._parent = len(self._closed) - 1

@@ -96,7 +96,7 @@ class HostWorker:
             self._send("failed", number, f"took longer than {timeout:g} seconds")
 
     async def _answer(self, number: int, call: Callable[[], object]) -> None:
-        """Call the user's code, and send its result. The call stays marked while it is sent: it may close the socket.
+        """Call the user's code, and send its result. The call stays marked until then: it may have closed the socket.
 
         A result after the time limit is also sent, and the other end ignores it.
         """

@@ -19,7 +19,7 @@ from rl_megatron.workers.child_process import ChildProcess
 from rl_megatron.workers.plain_data import load_plain
 
 _MODULE = "rl_megatron.rollouts.host_child"
-_SECONDS_TO_LOAD = 120.0  # of the start of a process, and of the import of a user's module
+_SECONDS_TO_LOAD = 120.0  # for the start of a process, and for the import of a user's module
 _SECONDS_BETWEEN_LOOKS = 0.1
 _GRACE_SECONDS = 1.0  # a process counts as hung if its event loop has not run for this long beyond all limits
 _MESSAGE_BYTES = 1 << 16  # of a message besides its answer
@@ -137,7 +137,7 @@ class HostProcess:
             self._is_ready = True
             return
         call = self._calls.pop(parts[0], None)
-        if call is None or call.answer.done():  # it is late, or the caller has given up
+        if call is None or call.answer.done():  # the answer is late, or the caller has given up
             return
         if kind == "answer":
             call.answer.set_result((parts[1], parts[2]))
@@ -155,7 +155,8 @@ class HostProcess:
             return
         self._timer = self._loop.call_later(_SECONDS_BETWEEN_LOOKS, self._look)
         marked = self._process.mark.read()
-        since = time.monotonic() - self._process.mark.touched  # read after the call, which may have changed
+        # This is read after the mark: if a new call begins in between, `since` is too short, but never too long.
+        since = time.monotonic() - self._process.mark.touched
         if marked is not None:
             number, doing = marked
             call = self._calls.get(number)
@@ -251,7 +252,7 @@ class ProcessHosts:
             kwargs: The arguments of the class.
             timeout: The longest time of its creation, in seconds, without the import of its module and of `imports`.
             shown: Its name in messages; None: the target.
-            imports: Import strings that the target loads. They are loaded first, so that this is not part of its time.
+            imports: Import strings that the target loads. They are loaded first, which does not count as its time.
         """
         process = self._choose_process(by_objects=True)
         number, shown = next(self._numbers), shown or target

@@ -69,7 +69,7 @@ class OpenEnv:
         self._action_field, self._observation_field = action_field, observation_field
         self._reset_fields, self._malformed_reward = tuple(reset_fields), malformed_reward
         self._client: Any = None
-        self._reward = 0.0  # of the reset, which is added to the first turn's
+        self._reward = 0.0  # the reset's reward, which is added to that of the first turn
 
     async def reset(self, record: Mapping[str, object]) -> list[Message] | str | None:
         """Connect to the server, and return its first observation.

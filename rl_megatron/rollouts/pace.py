@@ -145,7 +145,7 @@ class DeviceBalance:
         return self._division, trainer, engine
 
     def find_best(self, divisions: Iterable[Division]) -> Division | None:
-        """Return the division in which the slower part takes the least time, or None without a step.
+        """Return the division whose slower part takes the least time, or None if no step has been recorded.
 
         The measured division is returned if it is among the divisions and no other one makes a step shorter by 5 %.
         """
@@ -164,7 +164,7 @@ class DeviceBalance:
         return best
 
     def describe(self) -> str:
-        """Return the measurements in words; there is at least one step."""
+        """Return the measurements in words; at least one step must have been recorded."""
         measured = self.summarise()
         assert measured is not None
         now, trainer, engine = measured
@@ -174,7 +174,7 @@ class DeviceBalance:
         )
 
     def report(self) -> str | None:
-        """Return the measurements and the balanced division in words, or None without a step."""
+        """Return the measurements and the balanced division in words, or None if no step has been recorded."""
         measured = self.summarise()
         if measured is None:
             return None

@@ -46,7 +46,7 @@ class LoggedGroup:
         number: Its position in the stream of prompts.
         location: The location of its record in the data.
         ages: The age of each trajectory, in steps.
-        versions: The oldest and the newest version of the weights that sampled its tokens; none if all failed.
+        versions: The oldest and the newest version of the weights that sampled its tokens; empty if all failed.
     """
 
     number: int
@@ -184,7 +184,7 @@ class RolloutRecord:
         if self._reward is not None:
             names = {reward["component"] for row in rows for reward in row["rewards"]} - {ENVIRONMENT}
             wanted = {function.shown_name for function in self._reward.functions}
-            if names - wanted and (wanted or len(names) > 1):  # otherwise it is the task's reward
+            if names - wanted and (wanted or len(names) > 1):  # without functions, a single name is the task's reward
                 raise ConfigError(
                     f"rollout.replay={self._config.replay}: {path.name} has scores of {sorted(names)}, but "
                     f"reward.functions has {sorted(wanted)}; the advantage estimator reads these scores and their "

@@ -129,7 +129,7 @@ class RolloutRunner:
         self.loop = RankZeroLoop(ranks, collective_timeout, "rollout workers", ROLLOUT_ERRORS)
 
     def run(self, tasks: Sequence[RolloutTask], engine: RolloutEngine, sampling: Sampling) -> list[TaskResult]:
-        """Return the result of each task of rank 0, in order, on rank 0, and none on other ranks. Collective."""
+        """Return the result of each task, in order. Collective; other ranks than 0 pass no tasks and get no results."""
         rounds = Rounds(partial(self.run_attempts, sampling), self.rules.concurrency)
         requests: list[Request] = []  # of a round, on rank 0
         results: list[TaskResult] = []
@@ -171,8 +171,8 @@ class RolloutRunner:
     async def run_attempts(self, sampling: Sampling, task: RolloutTask, answer: Answer) -> TaskResult:
         """Run a task on the loop until an attempt succeeds or none is left.
 
-        An attempt whose process was lost does not count, up to a limit. After the last attempt, raise RolloutFailed if
-        `rules.fails_run`.
+        An attempt that lost its process is repeated without being counted, up to a limit. After the last attempt,
+        raise RolloutFailed if `rules.fails_run`.
         """
         rules, failed, failure = self.rules, 0, ""
         losses = {True: _MOST_LOSSES, False: _MOST_UNEXPLAINED_LOSSES}
@@ -265,7 +265,7 @@ class Rounds:
     """The tasks of one draw on an asyncio loop, whose requests the rollout engine gets in rounds.
 
     A round has the requests of all trajectories that still run: it begins when each of them waits for the engine. The
-    engine's batches therefore do not depend on how long environments and tools take, and equal runs get equal numbers.
+    engine's batches do not depend on how long environments and tools take, so that equal runs get equal results.
     All methods run on the loop.
     """
 
@@ -290,7 +290,7 @@ class Rounds:
     async def wait_for_requests(self) -> list[Request]:
         """Wait for a round, and return its requests in the order of their tasks; none if all tasks have ended.
 
-        Raise an error that ends the run.
+        Raise the error of a task that ends the run.
         """
         while True:
             if self._failure is not None:
@@ -337,7 +337,7 @@ class Rounds:
 
     def _ask(self, number: int, request: Request) -> asyncio.Future[Completion]:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._running[number] += 1  # first, because it raises if the task has ended
+        self._running[number] += 1  # comes first, because it raises KeyError if the task has ended
         self._waiting[request.request_id] = number, request, future
         future.add_done_callback(partial(self._forget_request, number, request.request_id))
         self._changed.set()

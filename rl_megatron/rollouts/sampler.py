@@ -47,7 +47,7 @@ class Sampler:
     """
 
     def __init__(self, loop: Loop, policy: MegatronPolicy, engine: SyncedEngine, rollouts: ScoredRollouts):
-        """Begin to sample for a stage whose algorithm has a `RolloutConfig`.
+        """Begin to sample for a stage whose section `algorithm` is a `RolloutConfig`.
 
         Args:
             loop: The stage's loop. Its checkpoints contain the sampler's state.
@@ -134,7 +134,7 @@ class Sampler:
         return whole
 
     def keep(self, step: int, learned: Batch) -> None:
-        """Write the rollouts of a step to a file, and to the log if they are asynchronous. Collective.
+        """Write the rollouts of a step to a file, and to the log if training is asynchronous. Collective.
 
         Args:
             step: The step.

@@ -182,7 +182,7 @@ class ScoredRollouts:
     def _build_sample(self, result: TaskResult, with_ids: bool) -> Sample:
         """Return a trajectory as reward functions get it: the completion is the last turn.
 
-        If `with_ids`, it has the tokens of the whole sequence, which reward models read.
+        If `with_ids`, the sample has the tokens of the whole sequence, which reward models read.
         """
         problem, trajectory = result.task.prompt.problem, result.trajectory
         if trajectory is None:
@@ -234,7 +234,7 @@ class ScoredRollouts:
         return Scored(**vars(scores), batch=batch, num_sampled=num_sampled)
 
     def _log_masked(self, results: Sequence[TaskResult], left: torch.Tensor, masked: torch.Tensor) -> None:
-        """Log the groups that are `masked`, [groups] bool, although some of their samples are `left`, [groups]."""
+        """Log each `masked` group, [groups] bool, of which some samples succeeded; `left` [groups] is their number."""
         size = len(results) // len(left)
         for number in (masked & (left > 0)).nonzero()[:, 0].tolist():
             failure = next(r.failure for r in results[number * size :] if r.trajectory is None)

@@ -111,7 +111,7 @@ def correction_statistics(report: Mapping[str, float]) -> dict[str, float]:
 
 
 def describe_distribution(name: str, values: Tensor, moments: Moments, ranks: RankReduction) -> dict[str, float]:
-    """Return the standard deviation, the extremes and some quantiles of all ranks' values; nothing if there are none.
+    """Return the standard deviation, extremes and quantiles of all ranks' values; empty if there are no values.
 
     Args:
         name: The name of the values.

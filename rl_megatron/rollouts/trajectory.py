@@ -14,7 +14,7 @@ from rl_megatron.workers.plain_data import to_plain
 
 
 class TokensDiffer(RuntimeError):
-    """A token of a trajectory is not the one that the engine sampled, or that the template wrote."""
+    """A token of a trajectory differs from the one that the engine sampled or the chat template wrote."""
 
 
 class HistoryFull(RuntimeError):
@@ -63,8 +63,8 @@ class Segment:
     Attributes:
         ids: All tokens.
         turns: The completions in it, in their order. Only their tokens are learned from.
-        parent: The number of the segment that this one continues: the chat template rewrote its history, or an agent
-            continued after an earlier turn of it. None if it continues no segment.
+        parent: The number of the segment that this one continues, because the chat template rewrote that segment, or
+            an agent continued after one of its earlier turns. None if this one continues no segment.
     """
 
     ids: Sequence[int]

@@ -15,7 +15,7 @@ from rl_megatron.rollouts.runner import run_within_limit
 from rl_megatron.rollouts.trajectory import Trajectory
 
 _HOSTED = hosted_verifiers.__name__
-_SECONDS_TO_LOAD = 600.0  # of an environment, which may download its dataset
+_SECONDS_TO_LOAD = 600.0  # to load an environment, which may download its dataset
 _KEY = "rollout.environment.seconds_per_call"
 
 

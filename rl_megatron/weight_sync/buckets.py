@@ -15,8 +15,8 @@ have 24. u and v are odd, and w is even.
 Because f is a sum, each rank fingerprints its rows *before* they are sent, and the fingerprints are summed like the
 rows. The receiver fingerprints the tensors that arrived. This detects a piece that was dropped, altered or misplaced on
 the way. A change of one 16-bit number is always detected, because its factor is odd (changes of both halves of an fp32
-element cancel once in 2⁶⁴). The sums over columns are matrix products in fp64, which are exact up to 2⁵³. They are
-fast, and do not depend on the order of summation.
+element cancel with probability 2⁻⁶⁴). The sums over columns are matrix products in fp64, which are exact up to 2⁵³.
+They are fast, and do not depend on the order of summation.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def fingerprint(block: Tensor, offset: Sequence[int] = (0, 0)) -> Tensor:
 
     Args:
         block: A part of the tensor: [rows, columns], or [rows] for a vector. A whole tensor may have more dimensions;
-            the columns are the last one.
+            its last dimension is the columns.
         offset: The (row, column) of the block's first element in the whole tensor.
     """
     numbers = block.detach().unsqueeze(-1) if block.dim() < 2 else block.detach().flatten(0, -2)

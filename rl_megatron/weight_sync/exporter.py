@@ -49,8 +49,8 @@ class _Block:
 
     source: Tensor
     offset: tuple[int, ...]  # the index of its first element in the Hugging Face tensor or its slab
-    slab: Slab | None  # the part of a tensor of stacked experts to which the block belongs
-    adapters: Sequence[tuple[LinearAdapter, Part]] = ()  # each to merge, and the rows' part of it
+    slab: Slab | None  # the part of a tensor of stacked experts to which the block belongs; None if unstacked
+    adapters: Sequence[tuple[LinearAdapter, Part]] = ()  # adapters to merge, each with its part for these rows
 
     @property
     def position(self) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ from rl_megatron.weight_sync.buckets import WeightsRefused
 _WORD = torch.int64.itemsize
 _DEVICE_ARGUMENT = 6  # the position of the sender's device number among the arguments of rebuild_cuda_tensor
 _PIDFD_GETFD = 438  # the number of the system call on all of Linux's usual architectures
-# The system call by which a process opens GPU memory of expandable segments, tried on an ordinary file.
+# Tries, on an ordinary file, the system call by which a process opens GPU memory of expandable segments.
 _GET_FILE = """
 import ctypes, os, sys
 call, process, file = map(int, sys.argv[1:])
@@ -132,7 +132,7 @@ class SharedBuffer:
         self.words = torch.frombuffer(mmap.mmap(self._file, num_words * _WORD), dtype=torch.int64)
 
     def make_handle(self, bucket_index: int, num_words: int) -> WeightHandle:
-        """Return a handle to the first `num_words` words. A reader sees the values at the time that it opens it."""
+        """Return a handle to the first `num_words` words. A reader sees the values at the time of its `open_handle`."""
         if self._file is not None:
             return WeightHandle(bucket_index, num_words, path=f"/proc/{os.getpid()}/fd/{self._file}")
         torch.cuda.current_stream(self.words.device).synchronize()  # finish writes before others read
@@ -188,7 +188,7 @@ def _open_on_cpu(handle: WeightHandle) -> Tensor:
 
 
 def _open_on_gpu(handle: WeightHandle, cuda: tuple[object, ...]) -> Tensor:
-    """Open the memory on the GPU with the sender's uuid, as CUDA_VISIBLE_DEVICES may differ between processes."""
+    """Open the memory on the GPU with the sender's uuid, because GPU numbers may differ between processes."""
     here = [
         i for i in range(torch.cuda.device_count()) if get_device_key(torch.device("cuda", i)) == handle.device_uuid
     ]

@@ -33,7 +33,7 @@ class PluginSync(abc.ABC):
     def connect(self) -> None:
         """Give the servers the plan, and connect them to the policy; see `ServerSync.connect`."""
         self._sender.get_exporter(self._bucket_bytes)
-        # A server may be in an unfinished weight sync, because the trainer or another server has ended.
+        # A weight sync may be unfinished on a server, if the trainer or another server ended during it.
         active = [any(report.get("active") for report in reports) for reports in self._ask_for_reports()]
         if any(active):
             self._servers.post("/finish_weight_update", to=active)

@@ -25,8 +25,8 @@ from rl_megatron.topology.job_store import is_on_one_node
 
 _POLL_SECONDS = 0.0005
 _PREFIXES = ("standalone",)
-# torch's NCCL groups read these when they are made. By default their threads end the process if a peer dies, before its
-# error can be handled. With these settings `wait` raises the error, and no thread ends the process.
+# torch's NCCL groups read these when they are made. By default their threads end the process if a peer dies, before
+# `wait` can report this. With these settings `wait` raises the error, and no thread ends the process.
 _RAISE_ERRORS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -84,7 +84,7 @@ class StandaloneGroup:
             world_size: The number of processes.
             device: The device of the tensors.
             timeout_seconds: The longest time for joining, and for each collective.
-            prefixes: The prefixes of the group's keys in the store, outermost first; the same in all processes.
+            prefixes: The prefixes of the group's keys in the store, leftmost first; the same in all processes.
 
         Raises:
             CollectiveFailed: Not all processes joined within the timeout.
@@ -139,7 +139,7 @@ class StandaloneGroup:
             raise self._fail(error) from error
 
     def close(self) -> None:
-        """Leave the group. Collectives that were started fail on all ranks."""
+        """Leave the group. Unfinished collectives fail on all ranks."""
         group, self.process_group, self._store = self.process_group, None, None
         if group is not None and self.device.type == "cuda":
             group.abort()
@@ -202,9 +202,9 @@ def _make_store(ip: str, port: int, rank: int, world_size: int, timeout: timedel
 def open_listening_socket(ip: str, port: int, backlog: int) -> socket.socket:
     """Open a socket that listens at one address.
 
-    There are two exceptions, in which it listens at all interfaces. The address may belong to another machine, as in a
-    container with forwarded ports. Or it is the loopback address, and the job has several nodes, which reach this node
-    by its name.
+    In two cases, it listens at all interfaces instead: if the address is not one of this machine's, as in a container
+    with forwarded ports; or if it is the loopback address and the job has several nodes, because the others reach this
+    node by its name.
     """
     family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
     try:

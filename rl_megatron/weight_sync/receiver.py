@@ -84,8 +84,8 @@ class WeightReceiver:
         """Check that the trainer's plan fits the engine's model, and keep both.
 
         Raises:
-            WeightsRefused: The plan or the engine's model lacks a tensor, or it differs in shape or dtype. The message
-                names the first.
+            WeightsRefused: The plan or the engine's model lacks a tensor, or a tensor differs in shape or dtype. The
+                message names the first such tensor.
         """
         self.version: int | None = None
         self.seconds: dict[str, float] = {}
@@ -134,7 +134,7 @@ class WeightReceiver:
         """End the refit, and return the version that may be served from now on.
 
         Raises:
-            WeightsRefused: A tensor did not arrive. The message names the first.
+            WeightsRefused: A tensor did not arrive. The message names the first such tensor.
         """
         if self._pending is None:
             raise WeightsRefused("there is no refit to finish: the last refit was refused, or none has begun")
@@ -148,7 +148,7 @@ class WeightReceiver:
     def receive(self, group: StandaloneGroup, version: int) -> int:
         """Receive all weights over `group` while the trainer calls `WeightSender.broadcast`, and return the version.
 
-        The trainer and all engines have joined the group. While one bucket is verified and copied, the next one is
+        The trainer and all engines must have joined the group. While one bucket is verified and copied, the next one is
         received.
 
         Raises:

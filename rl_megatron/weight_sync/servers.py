@@ -39,7 +39,7 @@ class Pending(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait until it has succeeded.
+        """Wait until the operation has succeeded.
 
         Raises:
             CollectiveFailed: It has failed.
@@ -145,7 +145,7 @@ class WeightServers:
         self.count = ranks.share(lambda: len(servers))
         self._servers, self._timeout, self._seconds_after_a_break = servers, timeout_seconds, seconds_after_a_break
         self._hosts = hosts
-        self._recipients: list[WeightServer] = []  # those that got the pending request
+        self._recipients: list[WeightServer] = []  # the servers that got the pending request
         self._pending: list[Future[Any]] = []
         self._server_failed_first = False  # whether a collective failed because of an error of a server
 

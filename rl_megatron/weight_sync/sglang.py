@@ -121,7 +121,7 @@ class SglangSync:
             self._servers.post("/begin_weight_update")
 
     def _send_bucket(self, bucket: Bucket, buffer: Tensor, version: int | None) -> None:
-        """Broadcast a bucket. After the last one, which has `version`, servers drop what older weights computed."""
+        """Broadcast a bucket. The last one has `version`: servers then drop what they computed with older weights."""
         specs = order_flat(bucket)
         body = {
             "names": [spec.name for spec in specs],
@@ -215,7 +215,7 @@ class ChecksumHistory:
 
 
 def find_sources(name: str, sent: Iterable[str]) -> list[str]:
-    """Return the sent tensors of a checkpoint that a tensor of SGLang's model consists of."""
+    """Return the tensors in `sent` (by checkpoint name) of which SGLang's tensor `name` consists."""
     sent = set(sent)
     module = name.rpartition(".")[0].rpartition(".")[2]
     if name in sent:
@@ -238,7 +238,7 @@ def order_flat(bucket: Bucket) -> list[TensorSpec]:
 
 
 def flatten(bucket: Bucket, buffer: Tensor) -> Tensor:
-    """Return the bytes of a bucket's tensors in `order_flat`, [bytes] uint8; a view of `buffer` if it has no gaps."""
+    """Return the tensors' bytes in the order of `order_flat`, [bytes] uint8; a view of `buffer` if it has no gaps."""
     if _has_no_gaps(bucket):
         return buffer[: bucket.starts[-1]].view(torch.uint8)
     tensors = {spec.name: bucket.tensor(buffer, index) for index, spec in enumerate(bucket.tensors)}

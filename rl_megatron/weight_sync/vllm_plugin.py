@@ -195,8 +195,8 @@ class VllmReceiver:
     def _keep_failures(self) -> Iterator[None]:
         """Keep an exception for `report`.
 
-        Unless weights were refused, leave the process group, or the trainer would wait for this worker until a
-        collective times out.
+        Unless weights were refused, leave the process group, because the trainer would otherwise wait for this worker
+        until a collective times out.
         """
         try:
             yield

@@ -33,7 +33,7 @@ def make_vllm_sync(
 
 
 def make_transfer_config(refit: str) -> dict[str, str] | None:
-    """Return the `--weight-transfer-config` that a server needs for this value of `generation.refit`, or None."""
+    """Return the `--weight-transfer-config` that a server needs for `generation.refit`, or None if it needs none."""
     return None if refit in ("disk", "adapter") else {"backend": BACKEND}
 
 

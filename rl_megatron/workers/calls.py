@@ -35,7 +35,7 @@ class CallMark:
         self._shared[_CALL_WORD] = _CALL.pack(_NO_CALL)
 
     def touch(self) -> None:
-        """Mark the present time: the worker makes progress."""
+        """Record the present time, which shows that the worker makes progress."""
         self._shared[_TIME_WORD] = _TIME.pack(time.monotonic())
 
     @property
@@ -60,7 +60,7 @@ class CallMark:
             os._exit(0)
 
     def read(self) -> tuple[int, int] | None:
-        """Return the (job, function) of the call that runs, or None."""
+        """Return the (job, function) of the call that runs, or None if no call runs."""
         (call,) = _CALL.unpack(self._shared[_CALL_WORD])
         return None if call == _NO_CALL else divmod(call, _FUNCTIONS)
 
@@ -72,7 +72,7 @@ class BusyTime:
 
 
 class TimedCall(Coroutine[Any, Any, Any]):
-    """A coroutine that marks its call while it runs, but not while it waits. Its time counts from its first run on."""
+    """A coroutine that marks its call while it runs, but not while it waits. Its time is counted from its first run."""
 
     def __init__(self, mark: CallMark, busy: BusyTime, call: tuple[int, int], coroutine: Coroutine[Any, Any, Any]):
         """Wrap the coroutine of `call` (job, function); all calls of an event loop share `busy`."""

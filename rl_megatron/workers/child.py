@@ -17,7 +17,7 @@ from rl_megatron.workers.linux import die_with, hide_memory
 
 
 def connect(arguments: Sequence[str]) -> tuple[socket.socket, CallMark]:
-    """Return the socket and the mark that this process shares with its parent, and let it end with the parent.
+    """Return the socket and the mark that this process shares with its parent, and make this process end with it.
 
     The arguments are the descriptors of the socket and of the mark's memory, and the parent's process id.
     """

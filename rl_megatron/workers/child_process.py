@@ -31,7 +31,7 @@ _RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-# This code makes only this package importable: its parent directory may hold packages for another interpreter.
+# This makes this package importable, but not the packages beside it, which may be for another interpreter.
 _RUN_MODULE = """
 import importlib, importlib.util, os, sys
 directory, name = sys.argv.pop(1), sys.argv.pop(1)
@@ -70,7 +70,7 @@ class ChildProcess:
 
         Args:
             module: The module to run, which passes its command-line arguments to `child.connect`.
-            python: The interpreter; None for that of this process. The module may import only packages that it has.
+            python: The interpreter, whose packages alone the module may import. None: this process's interpreter.
             threads: The value of OMP_NUM_THREADS, unless the user has set it. None: leave it unset.
             dumps: Encodes a message as bytes.
             loads: Decodes a message from the process.
@@ -90,7 +90,7 @@ class ChildProcess:
                 [*command, str(theirs.fileno()), str(shared.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno(), shared.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=_STDERR,  # what it prints does not mix with the output of the run
+                stdout=_STDERR,  # so that what it prints does not mix with the output of the run
                 env=defaults | environment,
                 start_new_session=True,  # its children are in its group, and Ctrl-C reaches only the rank
             )
@@ -168,7 +168,7 @@ class ChildProcess:
     def leave(self, seconds: float = 1.0) -> None:
         """Let the process end by itself; kill it after `seconds`, and its children in any case."""
         if self._how_it_ended is None:
-            with suppress(OSError):  # the process has closed it
+            with suppress(OSError):  # the process has closed the socket
                 self.socket.shutdown(socket.SHUT_RDWR)  # the process reads the end of the stream, and ends
             self._wait(seconds)
             self._how_it_ended = describe_end(self._finish())

@@ -20,7 +20,7 @@ from rl_megatron import disk, log
 from rl_megatron.workers.linux import adopt_orphans, end_children, list_children
 
 _CONFINED = Path(__file__).with_name("program_limits.py")
-# With arenas of its own, each thread would take 64 MiB of address space.
+# With malloc arenas of its own, each thread would take 64 MiB of address space.
 _ENVIRONMENT = {"PATH": os.defpath, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 _LOGGED = "RL_MEGATRON_LIMITS_SAID"  # environment variable that is set once the run has logged the missing limits
 # What a program can do if the system lacks a limit, by the name of the limit.
@@ -91,7 +91,7 @@ def run_confined(
 
 
 def log_missing_limits() -> None:
-    """Log on rank 0 what programs can do on this system. Child processes of the first node's ranks do not repeat it."""
+    """Log on rank 0 what programs can do on this system. Child processes on the first node do not log it again."""
     if log.is_main_rank():
         _log(find_missing_limits())
     if os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")):  # the first node
@@ -123,7 +123,7 @@ def make_directory() -> Iterator[str]:
     finally:
         # `rm` and `chmod` handle directories of any depth; Python's functions do not.
         remove = ["rm", "-rf", "--", directory]
-        if subprocess.run(remove, stderr=subprocess.DEVNULL).returncode != 0:  # permissions prevent it
+        if subprocess.run(remove, stderr=subprocess.DEVNULL).returncode != 0:  # permissions prevent the removal
             subprocess.run(["chmod", "-R", "u+rwX", "--", directory], stderr=subprocess.DEVNULL)
             if (done := subprocess.run(remove, stderr=subprocess.PIPE, text=True)).returncode != 0:
                 log.LOGGER.warning(f"the directory of a program cannot be removed: {done.stderr.strip()[-200:]}")

@@ -13,7 +13,7 @@ _LENGTH = struct.Struct("!Q")
 
 
 class BadFrame(ValueError):
-    """The error for bytes that are not a message, or for one that is longer than a message may be."""
+    """The error for bytes that are not a message, or for a message that is longer than allowed."""
 
 
 def dumps(message: object) -> bytes:

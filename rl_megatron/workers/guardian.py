@@ -31,10 +31,10 @@ def main(arguments: list[str]) -> int:
     should_end = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: should_end.set())
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks ranks to end; SLURM sends it to their children, too
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks ranks to end, but SLURM sends it to children, too
     threading.Thread(target=_watch_the_rank, args=(should_end,), daemon=True).start()
     try:
-        # The command stays in the guardian's session: if the guardian is killed, the rank finds the processes by it.
+        # The command stays in the guardian's session, by which the rank finds its processes if the guardian is killed.
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=partial(die_with, os.getpid())
         )

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of prctl
-_SECONDS_TO_END_ALL = 5.0  # for processes that start others
+_SECONDS_TO_END_ALL = 5.0  # to kill all children, because they may start others meanwhile
 
 
 def die_with(parent: int) -> None:

@@ -56,7 +56,7 @@ def load_plain(payload: bytes) -> object:
     """Decode a message of `dump_plain`.
 
     Raises:
-        Exception: Of any kind, if the bytes are not a pickle, or one that names a class or a function.
+        Exception: Of any kind, if the bytes are not a pickle, or if the pickle names a class or a function.
     """
     return _PlainUnpickler(io.BytesIO(payload)).load()
 

@@ -71,8 +71,8 @@ _ALLOWED_IF = (
 )
 _CLONE = (56, 220)  # allowed only to start threads
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # columns of the tables above, and AUDIT_ARCH_…
-# Calls from this number on fail with ENOSYS, so that libraries fall back to older ones. One of them is clone3, whose
-# flags a filter cannot read.
+# Calls from this number on fail with ENOSYS, so that libraries use older ones instead. Among these calls is clone3,
+# whose flags a filter cannot read.
 _FIRST_NEWER_CALL = 424
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
@@ -109,7 +109,7 @@ def limit(seconds: int, memory: int, parent: int) -> list[str]:
     _lower(resource.RLIMIT_AS, memory)
     threading.stack_size(_STACK_OF_A_THREAD)
     if is_linux and libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0:
-        # In this namespace, the limit counts only its own processes. Outside of it, it would count all of the user's.
+        # In this namespace, the limit counts the namespace's processes. Outside, it would count all of the user's.
         _lower(resource.RLIMIT_NPROC, _MOST_PROCESSES)
     else:
         missing.append("namespace")

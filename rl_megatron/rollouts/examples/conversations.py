@@ -11,7 +11,7 @@ from typing import ClassVar
 from rl_megatron.data.conversations import Message
 from rl_megatron.data.tasks import Demonstration, Problem
 
-_HELD_OUT = 10  # one of that many prompts is held out
+_HELD_OUT = 10  # one in this many prompts is held out
 
 
 class GeneratedConversations(ABC):

@@ -52,7 +52,7 @@ class GuessingTask(GeneratedConversations):
         return Problem(f"01-{self.num_numbers:02}", f"{number:02}", {"number": number})
 
     def conversation(self, problem: Problem, source: random.Random) -> list[Message]:
-        possible = range(1, self.num_numbers + 1)  # with the answers so far
+        possible = range(1, self.num_numbers + 1)  # the numbers that agree with the answers so far
         game = GuessingGame()
         game.reset(problem.record)
         messages: list[Message] = [{"role": "user", "content": problem.prompt}]

@@ -20,7 +20,7 @@ COMMANDS = (*(f"go {way}" for way in _MOVES), "take key", "open door")
 class TextWorldTask(GeneratedConversations):
     """Problems such as `at b2, key c1, door a3`: squares on a map, which has letters down and numbers across.
 
-    In the demonstrations, some commands lead to the goal, and the others are random. Few reach it.
+    In the demonstrations, some commands lead to the goal, and the others are random. Few demonstrations reach it.
 
     Args:
         size: The number of squares from north to south, and from west to east.

@@ -15,8 +15,8 @@ from rl_megatron.rollouts.examples.conversations import GeneratedConversations
 class ToolSums(GeneratedConversations):
     """Problems such as `483+91+264`, whose answer is the sum.
 
-    In some of the demonstrations the assistant calls the tool `calculator` and repeats what it answers. In the others
-    it answers at once.
+    In some demonstrations, the assistant calls the tool `calculator` and repeats its result. In the others, the
+    assistant answers at once.
 
     Args:
         num_terms: How many numbers are added.
@@ -24,7 +24,7 @@ class ToolSums(GeneratedConversations):
         share_of_calls: The share of demonstrations with a call.
 
     Raises:
-        ValueError: A number of terms or a term is below 1, or the share is outside [0, 1].
+        ValueError: `num_terms` or `max_term` is below 1, or the share is outside [0, 1].
     """
 
     name: ClassVar[str] = "tool_sums"

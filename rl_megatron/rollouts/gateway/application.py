@@ -29,7 +29,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_application(find_session: Callable[[str], Session | None]) -> Starlette:
-    """Return the application. `find_session` returns the session of a key, or None."""
+    """Return the application. `find_session` returns the session of a key, or None if the key has none."""
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -70,8 +70,8 @@ def _answer_errors(handler: Handler) -> Handler:
         except RequestRefused as error:
             return JSONResponse(error.body, error.status)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
-        except Exception as error:  # the session has recorded it, and its trajectory fails
+            return Response(status_code=499)  # nobody reads the response
+        except Exception as error:  # the session has recorded the error, and its trajectory fails
             log.LOGGER.warning("the gateway %s", describe_user_error(error))
             refused = RequestRefused(f"the gateway {describe_user_error(error)}", status=500)
             return JSONResponse(refused.body, refused.status)
@@ -131,7 +131,7 @@ async def _answer(
     choices = await asked
     if await request.is_disconnected():
         session.ignore(choices)
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # nobody reads the response
     if choices.parameters.stream:
         return StreamingResponse(pieces(choices, session.tokenizer), media_type="text/event-stream")
     is_short = sum(len(turn.completion.ids) for turn in choices.turns) <= SHORT_COMPLETION

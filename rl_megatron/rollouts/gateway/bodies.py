@@ -27,8 +27,8 @@ class RequestRefused(Exception):
     Attributes:
         status: The HTTP status.
         message: What is wrong, and what to change.
-        param: The parameter that it is about, or None.
-        code: A code that programs can compare, or None.
+        param: The parameter that the error is about; None if it is about none.
+        code: A code that programs can compare; None if the error has none.
     """
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
@@ -51,7 +51,7 @@ class BodyLimits:
 
     @property
     def num_bytes(self) -> int:
-        """Return the most bytes of a body. An escaped token rarely has more than nine bytes."""
+        """Return the most bytes of a body. A token with JSON escapes rarely has more than nine bytes."""
         return _LEAST_BYTES + _BYTES_OF_A_TOKEN * self.context
 
     @property
@@ -155,7 +155,7 @@ class _Yielding(json.JSONDecoder):
     """The JSON decoder in pure Python, which lets other threads run."""
 
     def __init__(self, most: int) -> None:
-        """Raise HistoryFull for more than `most` lists and objects, which would slow down the garbage collector."""
+        """Refuse more than `most` lists and objects with HistoryFull: they would slow down the garbage collector."""
         super().__init__()
         self._most = self._left = most
         self.parse_array = self._count(decoder.JSONArray)  # pyright: ignore[reportAttributeAccessIssue]

@@ -17,7 +17,7 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
     """Return uvicorn's protocol for at most `most()` connections.
 
     A further connection replaces the one that has been idle longest, among those whose last request had no accepted
-    key. If there is none, the further connection is closed.
+    key. If there is no such connection, the further one is closed.
     """
 
     class Limited(H11Protocol):
@@ -56,7 +56,7 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
             super().on_response_complete()
 
         def _find_longest_silent(self) -> Limited | None:
-            """Return the replaceable connection that has been idle longest and has no unread bytes, or None."""
+            """Return the longest idle of the replaceable connections without unread bytes, or None if there is none."""
             silent = {
                 connection.transport.get_extra_info("socket").fileno(): connection
                 for connection in self.connections

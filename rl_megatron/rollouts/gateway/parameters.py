@@ -67,11 +67,11 @@ class ParameterReader:
     """The reader of the parameters of a session's requests."""
 
     def __init__(self, sampling: Sampling, tokenizer: Tokenizer, stops_at_strings: bool):
-        """Use `sampling` for requests without parameters, which can only lower its `max_new_tokens`."""
+        """Use `sampling` unless a request has other parameters, which can only lower its `max_new_tokens`."""
         self._sampling, self._tokenizer, self._stops_at_strings = sampling, tokenizer, stops_at_strings
 
     def read_chat(self, request: Mapping[str, object]) -> Parameters:
-        """Return the parameters of a request to /v1/chat/completions, or refuse it with an error that names one."""
+        """Return the parameters of a request to /v1/chat/completions; RequestRefused names one that is not accepted."""
         body = _select(request, _CHAT)
         limits = [_read_positive(body, name) for name in ("max_tokens", "max_completion_tokens") if name in body]
         logprobs = _read_switch(body, "logprobs")
@@ -90,7 +90,7 @@ class ParameterReader:
         return replace(parameters, tools=tuple(tools), calls_tools=bool(tools) and choice == "auto")
 
     def read_text(self, request: Mapping[str, object]) -> Parameters:
-        """Return the parameters of a request to /v1/completions, or refuse it with an error that names one."""
+        """Return the parameters of a request to /v1/completions; RequestRefused names one that is not accepted."""
         body = _select(request, _TEXT)
         limit = _read_positive(body, "max_tokens") if "max_tokens" in body else None
         logprobs = "logprobs" in body

@@ -74,7 +74,7 @@ class _Prepared:
     """A request that the engine can complete.
 
     Attributes:
-        previous: The turn that it continues, or None.
+        previous: The turn that it continues; None if it begins a conversation.
         extends_branch: Whether the first choice extends the branch of that turn.
         histories: The history of each choice.
         asked: See `AnsweredTurn`.
@@ -99,7 +99,7 @@ class Session:
         base_url: The address for OpenAI's client.
         api_key: The key of this session alone.
         body_limits: The limits of the bodies of its requests.
-        texts: The turns of requests with a prompt of text or tokens.
+        texts: The turns that answered /v1/completions.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Session:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception) and not isinstance(error, RequestRefused):
-            self._failure = error  # the trajectory fails with it
+            self._failure = error  # the trajectory fails with this error
 
     async def end(self) -> None:
         """End the requests that still wait."""
@@ -303,7 +303,7 @@ class Session:
     def _begin_histories(
         self, previous: AnsweredTurn | None, number: int, begin: Callable[[], History], extend: Callable[[Any], None]
     ) -> tuple[bool, list[History]]:
-        """Return whether the first choice extends the branch of a turn, and the history of each choice."""
+        """Return whether the first choice extends the branch of `previous`, and the history of each choice."""
         extends_branch = previous is not None and previous.can_grow
         histories: list[History] = []
         try:

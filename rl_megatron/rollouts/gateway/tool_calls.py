@@ -1,4 +1,4 @@
-"""Tool calls in the text of a completion, as OpenAI's API writes them."""
+"""Find tool calls in the text of a completion, and convert them to the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def choose_parser(name: str | None, template: ChatTemplate | None) -> Parser | N
 
 
 def find_tool_calls(parser: Parser | None, text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """Return the calls in the text of a turn, as OpenAI's API writes them; none if one of them cannot be read.
+    """Return the calls in the text of a turn in the format of OpenAI's API; empty if one of them cannot be read.
 
-    `tools` are the JSON schemas of the tools that it may call.
+    `tools` are the JSON schemas of the tools that the turn may call.
     """
     if parser is None:
         return []

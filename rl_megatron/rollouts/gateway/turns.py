@@ -19,8 +19,8 @@ class Branch:
     """A history of a session.
 
     Attributes:
-        parent: The turn of another branch that it continues, or None.
-        is_busy: Whether a request of it waits for the engine.
+        parent: The turn of another branch that it continues; None if it begins a conversation.
+        is_busy: Whether a request that extends it waits for the engine.
     """
 
     history: History
@@ -67,7 +67,7 @@ class AnsweredTurn:
 
 
 def find_longest_match(roots: Iterable[AnsweredTurn], keys: Sequence[Key]) -> tuple[AnsweredTurn | None, int]:
-    """Return the last turn of a conversation that a session has answered, and the number of messages up to it.
+    """Return (last answered turn of the conversation `keys`, number of messages up to it), or (None, 0) if it has none.
 
     Of several such turns, one that nothing follows yet is preferred. `roots` are the first turns of conversations.
     """
@@ -142,7 +142,7 @@ class TextTurns:
         (self._roots if previous is None else self._turns[previous].following).append(added)
 
     def match(self, prompt: Prompt) -> tuple[AnsweredTurn | None, Prompt]:
-        """Return the turn with the longest history that a prompt continues, and the rest of the prompt.
+        """Return (the turn with the longest history that a prompt continues, rest of the prompt), or (None, prompt).
 
         Of several such turns, one that nothing follows yet is preferred, and then the earliest.
         """

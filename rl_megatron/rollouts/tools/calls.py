@@ -50,7 +50,7 @@ Parser = Callable[[str, Parameters], Sequence[FoundCall]]
 
 
 class BadCall(ValueError):
-    """A text is not a call in the format of the model."""
+    """The error for a text that is not a call in the model's format."""
 
 
 def drop_thinking(text: str) -> str:
@@ -104,6 +104,6 @@ def read_call(value: object, arguments_key: str = "arguments") -> ToolCall:
 
 
 def refuse_call(text: str, error: BadCall) -> MalformedCall:
-    """Return a call that cannot be read, with a long text cut."""
+    """Return a call that cannot be read; cut its text if it is long."""
     text = text.strip()
     return MalformedCall(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…", str(error))

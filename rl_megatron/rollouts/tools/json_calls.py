@@ -45,7 +45,7 @@ def parse_hermes(text: str, parameters: Parameters) -> list[FoundCall]:
 def parse_llama(text: str, parameters: Parameters) -> list[FoundCall]:
     """Return the calls `{"name": …, "parameters": {…}}` of a text, which begin the text or follow `<|python_tag|>`.
 
-    Several calls are separated by semicolons. A text without the tag that begins with other JSON has no call.
+    Several calls are separated by semicolons. Without the tag, a text that begins with other JSON has no call.
     """
     _, tag, tagged = text.partition(_LLAMA_TAG)
     text = (tagged if tag else text).strip()
@@ -86,7 +86,7 @@ def parse_mistral(text: str, parameters: Parameters) -> list[FoundCall]:
 
 
 def _split_mistral(text: str) -> list[str]:
-    """Return the parts of a text that begin with the tag. A tag inside a JSON string does not begin one."""
+    """Return the parts of a text that begin with the tag. A tag inside a JSON string does not begin a part."""
     parts, begin = [], 0
     while len(parts) < MOST_CALLS:
         inside = begin + len(_MISTRAL_TAG)

@@ -32,7 +32,7 @@ def register_tool(name: str, settings: tuple[str, ...] = ()) -> Callable[[Functi
     The function must be in a module that other processes can import, because it runs in another process.
 
     Args:
-        name: The name in the configuration. The model sees the name of the function.
+        name: The name in the configuration. The model sees the function's own name instead.
         settings: Keys of `rollout.tools` that the function takes as arguments, which the model does not see.
 
     Raises:

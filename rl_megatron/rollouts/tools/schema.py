@@ -62,7 +62,7 @@ class ArgumentCheck:
         }
 
     def find_problem(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return what is wrong with arguments, in words for the model, or None."""
+        """Return what is wrong with arguments, in words for the model, or None if they are valid."""
         takes = ", ".join(self._names) or "none"
         for name in arguments:
             if name not in self._validators:

@@ -80,7 +80,7 @@ def _find_turns_with_calls(messages: Sequence[Mapping[str, object]]) -> list[int
 
 
 def _write_calls(messages: Sequence[Mapping[str, object]], index: int) -> dict[str, object]:
-    """Return a turn with a list of calls, which has one call for each answer."""
+    """Return the turn `index` as a list of calls, one for each answer that follows it."""
     calls = []
     for answer in messages[index + 1 :]:
         if answer["role"] != "tool":

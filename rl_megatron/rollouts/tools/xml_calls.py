@@ -81,7 +81,7 @@ def _read_call(function: str, parameters: Parameters) -> ToolCall:
 
 
 def _read_value(text: str, schema: Mapping[str, object]) -> object:
-    """Return the value of a text; one that is neither JSON nor a literal stays a text, which the check refuses."""
+    """Return the value of a text, or the text itself if it is neither JSON nor a literal; the check then refuses it."""
     if schema.get("type") == "string":
         return None if schema.get("nullable") and text in ("None", "null") else text
     try:
@@ -89,7 +89,7 @@ def _read_value(text: str, schema: Mapping[str, object]) -> object:
         if not text[end:].strip():
             return value
     except BadCall:
-        pass  # Python's True, False and None are what the template writes
+        pass  # the template writes Python's True, False and None
     try:
         value = ast.literal_eval(text.strip())
         json.dumps(value, allow_nan=False)
