@@ -35,20 +35,20 @@ _QUANTITIES = ("loss", "logprobs", "gradient", "weights after a step", "metrics"
 _HEAD = """\
 # Every layout gives the same gradient
 
-`python docs/generate_layouts.py` writes this page. It compares each layout, on that many ranks (CPU, gloo), with one
-process that has all sequences in one padded microbatch, in fp32. A line of the table is a layout with further settings,
-one value of each of {num_factors} factors:
+`python docs/generate_layouts.py` writes this page. It compares each layout, on several ranks (CPU, gloo), with one
+process that has all sequences in one padded microbatch, in fp32. A line of the table has a layout and further settings,
+one value for each of {num_factors} factors:
 
 - the layout: tensor (tp), sequence (sp), pipeline (pp), interleaved pipeline (vpp), context (cp), expert (moe-ep),
   expert tensor (etp) and data parallelism (dp);
-- how sequences form microbatches (packed, padded, dynamic), and how many: the number is sequences, or as many tokens as
-  that many of the longest sequences have;
+- how sequences form microbatches (packed, padded, dynamic), and their size n: n sequences, or the tokens of n sequences
+  of maximum length;
 - tied or untied embeddings, recomputation of activations, uneven pipeline stages, and a sliding attention window;
 - the distributed optimizer (distopt), communication that overlaps with computation (overlap), the fused head (fused).
 
-Every pair of values of two factors that eight ranks allow, {num_pairs} in all, is in at least one line. Each line runs
+At least one line contains each of the {num_pairs} pairs of two factors' values that eight ranks allow. Each line runs
 {objectives} on {num_rows} sequences of 1 to {width} tokens, as [`certify`](certify.md) does for your own layout. The
-columns are the largest errors over these losses: of the loss (relative,
+columns have the largest errors over these losses: of the loss (relative,
 at most {loss:.0e}), of a token's logprob or value
 (absolute, at most {stream:.0e}), of a parameter's gradient and of a parameter after an optimizer step (relative to its
 largest entry, at most {gradient:.0e}), and of a metric (at most {metric:.0e}).

@@ -168,11 +168,11 @@ def _overview() -> Iterator[str]:
     yield ""
     yield "`loss.name` selects a loss, and `loss.KEY` sets one of its keys. In Python, `build_loss(name, {key: value})`"
     yield "builds it. A loss returns its part of a mean over the *global* batch, so the parts of microbatches and ranks"
-    yield "add up. You can [add a loss](tutorials/own_loss.md)."
+    yield "can be summed. You can [add a loss](tutorials/own_loss.md)."
     yield ""
     yield f"Every loss needs {_names(REQUIRED)} in the batch, and reports {_names(REPORTED)}."
-    yield "Each section names the further keys that its loss needs with the default settings or can read, and its"
-    yield "further metrics, which are reported if their inputs exist."
+    yield "Each section names further keys that its loss needs with the default settings or can read, and further"
+    yield "metrics, which it reports if their inputs exist."
     yield ""
     rolled = [name for name in FORMULAS if build_loss(name).next_token_keys & {"reference_policy_logprobs"}]
     yield f"The key `reference_policy_logprobs` (of the losses {_names(rolled)}) is rolled by −1: entry t corresponds"
@@ -206,9 +206,9 @@ def _loss(name: str) -> Iterator[str]:
     if {*REQUIRED} - {*loss.required_keys} or {*REPORTED} - {*loss.metric_reductions}:
         raise ValueError(f"{name} does not need {REQUIRED}, or does not report {REPORTED}")
     lists = {
-        "needs": [key for key in loss.required_keys if key not in REQUIRED],
+        "needs the batch's": [key for key in loss.required_keys if key not in REQUIRED],
         "can read": [key for key in _batch_keys(loss) if key not in loss.required_keys],
-        "reports": [metric for metric in loss.metric_reductions if metric not in REPORTED],
+        "reports as metrics": [metric for metric in loss.metric_reductions if metric not in REPORTED],
     }
     if sentences := [f"It {verb} {_names(names)}." for verb, names in lists.items() if names]:
         yield " ".join(sentences)
@@ -225,9 +225,9 @@ def _batch_keys(loss: Any) -> dict[str, None]:
 def _ppo() -> Iterator[str]:
     yield "## PPOLoss"
     yield ""
-    yield "`rl_megatron.losses.PPOLoss` is a module on tensors with the losses of policy and critic, and with"
-    yield "torchtune's arguments and results. Its means are over the tokens of one call. The algorithm `ppo` uses"
-    yield "`clipped_pg` and `mse_value`."
+    yield "`rl_megatron.losses.PPOLoss` is a torch module that computes the losses of policy and critic from tensors,"
+    yield "with torchtune's arguments and results. Its means are over the tokens of one call. The algorithm `ppo`"
+    yield "uses `clipped_pg` and `mse_value` instead."
     yield f"\n```math{PPO_FORMULA}```\n"
     yield "| argument | default | meaning |"
     yield "|---|---|---|"
@@ -239,8 +239,8 @@ def _ppo() -> Iterator[str]:
 def _surrogates() -> Iterator[str]:
     yield "## The surrogates, side by side"
     yield ""
-    yield "The upper plots show what one token adds to the objective (the loss times −1), the lower plots the"
-    yield "derivative with respect to its log-probability. Both are against the ratio, at π_prev ="
+    yield "The upper plots show a token's contribution to the objective (the loss times −1), the lower plots its"
+    yield "derivative with respect to the log-probability. The horizontal axis is the ratio, at π_prev ="
     yield f"{PREVIOUS_PROBABILITY}."
     yield ""
     names = "; ".join(surrogate.name for surrogate in SURROGATES)
@@ -250,7 +250,7 @@ def _surrogates() -> Iterator[str]:
 def _recipes() -> Iterator[str]:
     yield "## Recipes"
     yield ""
-    yield "These are published methods as overrides of `rl-megatron train`."
+    yield "These overrides of `rl-megatron train` give published methods."
     for recipe in RECIPES:
         yield f"\n**{recipe.name}.** {recipe.notes}\n"
         yield f"```bash\nrl-megatron train {recipe.overrides}\n```"

@@ -154,15 +154,15 @@ RECIPES = (
         "DAPO",
         f"algorithm=grpo data=arithmetic algorithm.dynamic_sampling=true loss.ratio_clip_max=0.28 {_NO_KL}",
         "[2503.14476](https://arxiv.org/abs/2503.14476). It has a higher upper clip bound, a mean over tokens, and "
-        "other prompts in place of groups with equal rewards. Write its penalty on overlong answers into the reward.",
+        "other prompts in place of groups with equal rewards. Its penalty on overlong answers is a reward function.",
     ),
     Recipe(
         "GSPO",
         "algorithm=grpo data=arithmetic "
         "loss.sequence_level_importance_ratios=true loss.token_level_loss=false "
         f"loss.ratio_clip_min=3e-4 loss.ratio_clip_max=4e-4 {_NO_KL}",
-        "[2507.18071](https://arxiv.org/abs/2507.18071). Each sequence has one ratio, the geometric mean of those of "
-        "its tokens.",
+        "[2507.18071](https://arxiv.org/abs/2507.18071). Each sequence has one ratio, the geometric mean of its "
+        "tokens' ratios.",
     ),
     Recipe(
         "CISPO",
@@ -174,45 +174,45 @@ RECIPES = (
         "GMPO",
         "algorithm=grpo data=arithmetic "
         f"loss.use_gmpo=true loss.token_level_loss=false loss.ratio_clip_min=0.4 loss.ratio_clip_max=0.4 {_NO_KL}",
-        "[2507.20673](https://arxiv.org/abs/2507.20673). It takes the geometric mean of a sequence's ratios, each "
-        "clipped in logarithms, so the clip range can be wide.",
+        "[2507.20673](https://arxiv.org/abs/2507.20673). The ratio of a sequence is the geometric mean of its "
+        "tokens' clipped ratios, so the clip range can be wide.",
     ),
     Recipe(
         "SAPO",
         f"algorithm=grpo data=arithmetic loss.use_sapo=true loss.token_level_loss=false {_NO_KL}",
-        "[2511.20347](https://arxiv.org/abs/2511.20347). A sigmoid around the ratio 1 takes the place of the clip, and "
-        "fades faster for negative advantages.",
+        "[2511.20347](https://arxiv.org/abs/2511.20347). A sigmoid around the ratio 1 replaces the clip. Its "
+        "gradient vanishes faster for negative advantages.",
     ),
     Recipe(
         "Clip-Cov",
         f"algorithm=grpo data=arithmetic loss.use_clip_cov=true {_NO_KL}",
-        "[2505.22617](https://arxiv.org/abs/2505.22617). A few of the tokens whose advantage and logprob vary together "
-        "most do not count, because they lower the entropy most. They are drawn once for each rollout.",
+        "[2505.22617](https://arxiv.org/abs/2505.22617). The loss leaves out a few tokens with a high covariance of "
+        "advantage and logprob, because they lower the entropy most. They are drawn once for each rollout.",
     ),
     Recipe(
         "KL-Cov",
         f"algorithm=grpo data=arithmetic algorithm.updates_per_rollout=2 loss.use_kl_cov=true {_NO_KL}",
-        "[2505.22617](https://arxiv.org/abs/2505.22617). These tokens are kept near the policy that sampled them, and "
-        "no ratio is clipped. It needs several optimizer steps on each rollout.",
+        "[2505.22617](https://arxiv.org/abs/2505.22617). A penalty keeps the tokens with the highest covariances "
+        "near the policy that sampled them, and no ratio is clipped. It needs several optimizer steps on each rollout.",
     ),
     Recipe(
         "Rejection of mismatched sequences",
         "algorithm=grpo data=arithmetic loss.sequence_rejection_type=geometric loss.sequence_rejection_min=0.99 "
         f"loss.sequence_rejection_max=1.01 {_NO_KL}",
-        "Sequences on which the trainer and the engine disagree per token by more than 1 % do not count. "
+        "Sequences have loss 0 if the probabilities of trainer and engine differ by more than 1 % per token. "
         "`loss.sequence_rejection_type=k3` bounds the k3 estimate of the KL instead.",
     ),
     Recipe(
         "Token veto",
         f"algorithm=grpo data=arithmetic loss.token_veto_threshold=1e-4 {_NO_KL}",
-        "A sequence does not count if the trainer gives one of its tokens less than 1/10,000 of the engine's "
-        "probability. It can be combined with the rejection above; `vetoed_sequences` is their share.",
+        "A sequence has loss 0 if the trainer gives one of its tokens less than 1/10,000 of the engine's "
+        "probability. The metric `vetoed_sequences` is the share of such sequences. The rejection above can be added.",
     ),
     Recipe(
         "OPO",
         f"algorithm=grpo data=arithmetic algorithm.advantage_estimator=optimal_baseline {_NO_KL}",
         "[2505.23585](https://arxiv.org/abs/2505.23585). The baseline is the group's mean reward, weighted by length. "
-        "It is for exactly on-policy training.",
+        "It assumes exactly on-policy training.",
     ),
     Recipe(
         "GDPO",
@@ -220,7 +220,7 @@ RECIPES = (
         "'reward.functions=[{name: exact_match}, {name: length_penalty, weight: 0.5, kwargs: {max_tokens: 32}}]' "
         f"{_NO_KL}",
         "[2601.05242](https://arxiv.org/abs/2601.05242). The scores of each reward function are normalised within the "
-        "group before they are added up, so that each has the influence of its weight.",
+        "group before they are added up, so only its weight determines its influence.",
     ),
     Recipe(
         "RLOO",
@@ -299,12 +299,12 @@ TRL = (
     (
         '`loss_type="bnpo"`',
         "the defaults",
-        "equal for one batch; over several, TRL takes the mean of their means",
+        "equal for one microbatch; TRL averages the means of several microbatches",
     ),
     (
         '`loss_type="grpo"`',
         "`token_level_loss: false`",
-        "equal, except that TRL counts a sequence without tokens",
+        "equal, except that TRL includes sequences without tokens in the mean",
     ),
     (
         '`loss_type="dr_grpo"`',
@@ -336,23 +336,23 @@ TRL = (
     (
         '`multi_objective_aggregation="normalize_then_sum"`',
         "`algorithm.advantage_estimator: group_decoupled`",
-        "equal, but TRL adds 1e-4 to deviations; here, it is 1e-6 in the group and 1e-8 in the batch",
+        "equal, but TRL adds 1e-4 to standard deviations; here, 1e-6 is added in the group and 1e-8 in the batch",
     ),
     (
         "`beta`",
         "`reference_policy_kl_penalty`",
-        "equal in value; the gradient here also has k3·∇log π, from the sampling of the tokens",
+        "equal in value; the gradient here also has k3·∇log π, because the policy sampled the tokens",
     ),
     ("`beta`, `use_bias_correction_kl=True`", "… and on-policy, or `use_on_policy_kl_approximation: true`", "equal"),
     (
         "`entropy_coef`",
         "`entropy_coeff`",
-        "equal with a mean over tokens; here, the entropy is averaged like the loss",
+        "equal with a mean over tokens; here, the entropy is averaged in the same way as the loss",
     ),
     (
         "`RLOOConfig`",
         "`disable_ppo_ratio: true`, `fixed_sequence_length: 1`",
-        "equal on-policy, in the gradient",
+        "on-policy, the gradient is equal",
     ),
     ('`DPOConfig(loss_type="sigmoid")`', "`dpo`", "equal; rewards are reported without β here"),
     ('`loss_type="sigmoid_norm"`', "`preference_average_log_probs: true`", "equal"),
@@ -360,7 +360,7 @@ TRL = (
     (
         '`loss_type="sft"`',
         "`sft_loss_weight`",
-        "TRL takes a mean over the chosen tokens, and this loss over pairs",
+        "TRL averages over the chosen tokens, this loss over pairs",
     ),
     (
         "`KTOConfig`, `beta`, `desirable_weight`, `undesirable_weight`",
@@ -371,7 +371,8 @@ TRL = (
     (
         '`CPOConfig(loss_type="sigmoid")`, `cpo_alpha`',
         "`cpo`, `sft_loss_weight`",
-        "the preference loss is equal; TRL's NLL is a mean over tokens, prompts included, and here over pairs",
+        "the preference loss is equal; TRL averages the NLL over tokens, prompts included; here, it is averaged over "
+        "pairs",
     ),
     (
         '`CPOConfig(loss_type="simpo", cpo_alpha=0)`, `simpo_gamma`',

@@ -77,9 +77,9 @@ class ClippedPGLossConfig:
             for others. A larger τ makes the gradient of a token vanish nearer to r = 1.
 
     Keys of tokens that are selected by their covariance (A − mean A)·(log π_prev − mean log π_prev):
-        use_clip_cov: Leave tokens out of the loss if their covariance is between clip_cov_min and clip_cov_max
-            (Clip-Cov). The means above are over all tokens of a rollout.
-        clip_cov_ratio: The maximum share of all tokens that is left out, drawn at random; at least one token.
+        use_clip_cov: Leave tokens out of the loss if their covariance (A − mean A)·(log π_prev − mean log π_prev) is
+            between clip_cov_min and clip_cov_max (Clip-Cov). The means are over all tokens of a rollout.
+        clip_cov_ratio: The maximum share of all tokens that is left out, at least one token. They are drawn at random.
         clip_cov_min, clip_cov_max: The bounds of the covariance.
         use_kl_cov: Use −A·r without a clip, and add kl_cov_coef·|log r| for the tokens with the highest covariances
             (KL-Cov). ratio_clip_* have no effect.
@@ -117,8 +117,8 @@ class ClippedPGLossConfig:
             NaN or ∞. null rejects none.
         sequence_rejection_max: The upper bound. It is required with a type.
         sequence_rejection_min: The lower bound of "geometric", which requires it.
-        token_veto_threshold: Reject sequences with any token whose π_prev/π_generation is below this number in (0, 1),
-            is below this number in (0, 1), or NaN or ∞; usually 1e-4. null vetoes none.
+        token_veto_threshold: Reject sequences with any token whose π_prev/π_generation is NaN, ∞ or below this number
+            in (0, 1), usually 1e-4. null rejects none.
 
     Keys of further terms:
         positive_example_nll_weight: The weight μ ≥ 0 of VAPO's NLL, a mean over the tokens of samples with a positive

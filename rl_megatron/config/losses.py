@@ -228,7 +228,7 @@ class MSEValueLossConfig:
 
     Attributes:
         scale: The factor > 0 of the loss.
-        cliprange: c > 0. A value is also clipped to data["values"] ± c, and the larger of both errors counts. null
+        cliprange: c > 0. A value is also clipped to data["values"] ± c, and the larger squared error is used. null
             disables the clip.
     """
 
