@@ -1,7 +1,7 @@
 """Data: tokenizers, tasks, data sources, and the datasets that turn files and tasks into batches.
 
-Modules that only read files, templates and tasks do not import torch. So mistakes in these are found before torch is
-imported, and the processes of reward functions never import it.
+Modules that only read files, templates and tasks do not import torch. So errors in files, templates and tasks are
+found before torch is imported, and the processes of reward functions never import torch.
 """
 
 from __future__ import annotations

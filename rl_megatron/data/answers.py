@@ -1,9 +1,9 @@
 """Records of answers to compare: pairs of a chosen and a rejected answer, and single answers with a label.
 
-Pairs come in two forms of records:
+Records hold pairs in two forms:
 
-- Pairs: every record has the prompt's fields and the strings `chosen` and `rejected`, or these are conversations, as
-  `conversations.py` describes.
+- A pair: every record has the prompt's fields, and `chosen` and `rejected`, which are strings or lists of messages (see
+  `conversations.py`).
 - Graded solutions: a record has the prompt's fields and any number of graded solutions. A graded solution is a value
   that is a mapping with `is_correct` (true or false) and `solution` (a string). Each right solution forms a pair with
   each wrong solution of the same record.
@@ -23,8 +23,8 @@ from rl_megatron.data.files import split_heldout
 from rl_megatron.data.plain_text import SIDES, PlainText
 from rl_megatron.data.records import NothingLeft, Record
 
-SINGLE_FILES = ("preferences.jsonl", "model_solutions.jsonl")  # a directory's first file with one of these names
-LABEL = "label"  # the field of a record
+SINGLE_FILES = ("preferences.jsonl", "model_solutions.jsonl")  # the first that a directory has is read alone
+LABEL = "label"  # the field that is true if an answer is desirable
 _PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
 
 
@@ -33,8 +33,8 @@ def split_by_prompt(
 ) -> tuple[list[Record], list[Record]]:
     """Return the (training, held-out) pairs or single answers. All records of a prompt are on the same side.
 
-    `heldout_fraction` of the prompts is held out, or more until they have `wanted` records. The choice depends on the
-    records, but not on the run's seed.
+    A share `heldout_fraction` of the prompts is held out, and further prompts until these have `wanted` records. The
+    choice depends on the records, but not on the run's seed.
     """
     texts = PlainText(prompt_template)
     by_prompt: dict[str, list[Record]] = {}

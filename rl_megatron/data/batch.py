@@ -1,7 +1,7 @@
 """`BatchedDataDict`: a batch of sequences, with one entry per sequence under each key.
 
-`Padding` makes batches of lists of token ids. `score_positions` returns the token at which the score of a sequence is
-read.
+`Padding` makes batches of lists of token ids. `score_positions` returns the index of the token at which the score of a
+sequence is read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, int | float] | None = None
     ) -> Self:
-        """Return the sequences of all batches, one batch after the other; dimension 1 is padded to the widest.
+        """Join batches in their order; dimension 1 of each key is padded to its largest size.
 
         Shapes: `[B_i, S_i, …]` → `[Σ B_i, max S_i, …]`; `[B_i]` → `[Σ B_i]`; lists are joined.
 
@@ -60,7 +60,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
         Raises:
             ValueError: There is no batch, the keys of one batch disagree on its size, or batches differ in keys,
-                dtypes, ranks or trailing dimensions.
+                dtypes, numbers of dimensions, or sizes of dimensions after the second.
         """
         if not batches:
             raise ValueError("from_batches needs at least one batch, got none.")
@@ -107,7 +107,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return padded
 
     def slice(self, start: int, end: int) -> Self:
-        """Return sequences `start` to `end - 1`. Tensors are views of this batch's.
+        """Return sequences `start` to `end - 1`. The tensors are views of this batch's tensors.
 
         Raises:
             IndexError: The batch does not have all of these sequences.
@@ -227,8 +227,8 @@ def span_mask(starts: torch.Tensor, ends: torch.Tensor, width: int) -> torch.Ten
 def score_positions(data: Mapping[str, Any]) -> Int[Tensor, " batch"]:
     """Return the index of each sequence's last token.
 
-    `input_lengths` gives it or, without this key, the last token with token_mask ≠ 0. It is 0 for an empty sequence or
-    mask.
+    If the batch has no `input_lengths`, it is the index of the last token with token_mask ≠ 0. It is 0 if the sequence
+    is empty or its token_mask is 0 everywhere.
     """
     if "input_lengths" in data:
         return (data["input_lengths"].long() - 1).clamp(min=0)

@@ -1,7 +1,7 @@
 """Render conversations with a Hugging Face chat template, and find the assistant's turns in the text.
 
-The turns are found by the template's `{% generation %}` markers if it has them. Otherwise two renderings are compared:
-a turn is the text that it adds to the rendering of the earlier messages with the generation prompt.
+The turns are found by the template's `{% generation %}` markers if it has them. Otherwise the earlier messages are
+rendered with the generation prompt, and again with the turn; the turn is the text that the second rendering adds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ChatTemplate:
     It renders with transformers' code, so that the text equals that of `apply_chat_template`.
 
     Args:
-        texts: Name → Jinja text. "default" is used, or "tool_use" for conversations with tools, if there is one.
+        texts: Name → Jinja text. "tool_use" is used for conversations with tools if it exists, otherwise "default".
         variables: Further variables of the template: the tokenizer's named tokens, and the user's.
         name: The template's name in messages: its file, or "the tokenizer's chat template".
     """
@@ -114,7 +114,7 @@ class ChatTemplate:
         generation_prompt: bool = False,
         spans: list[Span] | None = None,
     ) -> str:
-        """Return the text of the first messages, and add the spans between generation markers to `spans` if given."""
+        """Return the text of the first messages; append spans between generation markers to `spans` if it is a list."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if num_messages == 0 and not generation_prompt:
@@ -129,7 +129,7 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **self._variables,
             )
-        except Exception as error:  # a template is a program of the user or of the model's authors
+        except Exception as error:  # a template is code of the user or the model's authors, and may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
                 f"{conversation.record.location}: {self._name} fails{_locate_line(error)}: {reason.rstrip('.')}"
@@ -171,7 +171,7 @@ def load_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def read_template(configured: str) -> str:
-    """Return the Jinja text that `data.chat_template` names: that of its file, or the value itself if it is Jinja."""
+    """Return the value of `data.chat_template` if it is Jinja text, otherwise the text of the file that it names."""
     if _is_template(configured):
         return configured
     file = Path(configured).expanduser()
@@ -186,7 +186,7 @@ def _is_template(configured: str) -> bool:
 
 
 def find_tokens(encoding: Encoding, begin: int, end: int) -> range:
-    """Return the tokens of the characters from `begin` to `end`; none if the tokenizer drops all of them."""
+    """Return the range of the tokens of characters `begin` to `end - 1`, empty if the tokenizer drops all of them."""
     if begin == end:
         return range(0)
     edges = encoding.char_to_token(begin), encoding.char_to_token(end - 1)

@@ -71,7 +71,7 @@ def read_prompt(record: Record) -> Conversation:
 
 
 def find_last_answer(record: Record) -> str | None:
-    """Return the text of an assistant message at the end of `messages`, or None if there is none."""
+    """Return the text of the last of `messages` if it is an assistant message, otherwise None."""
     messages = record.values.get("messages")
     last = messages[-1] if _is_list(messages) and messages else None
     return get_message_text(last) if isinstance(last, Mapping) and last.get("role") == "assistant" else None
@@ -122,7 +122,7 @@ def _append_answer(record: Record, context: list[dict[str, Any]], field: str) ->
 
 
 def _read_messages(record: Record, field: str) -> list[dict[str, object]]:
-    """Return the messages in a field, without keys whose value is null, as transformers passes them to a template."""
+    """Return the messages in a field, without keys whose value is null."""
     messages = record.values.get(field)
     where = f"{record.location}: {field!r}"
     if field not in record.values:
@@ -168,7 +168,7 @@ def _check_calls(calls: object, where: str) -> None:
 
 
 def _read_tools(record: Record) -> list[dict[str, object]] | None:
-    """Return the record's tools, which may also be written as the JSON of a list."""
+    """Return the record's tools, which are a list or the JSON of a list, or None if it has no tools."""
     tools: object = record.values.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:

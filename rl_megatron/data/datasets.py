@@ -49,13 +49,13 @@ class Dataset(Protocol):
 class TextDataset:
     """Documents as one stream of tokens, `<eos> doc <eos> doc`, read in windows of `sequence_length` tokens.
 
-    Window w is `stream[w·(S-1) : w·(S-1) + S]`: its first token is the last token of the window before. Position 0 is
-    never predicted. So every token of the stream except the first, an `<eos>` that only serves as context, is predicted
+    Window w is `stream[w·(S-1) : w·(S-1) + S]`: its first token is the last token of the previous window, and is not
+    predicted. So every token of the stream except the first, an `<eos>` that only serves as context, is predicted
     exactly once, and the summed NLL of all windows is the NLL of the text. The last window is padded, and its padding
     is masked.
 
     Attributes:
-        num_characters: The number of characters of the documents, by which the NLL per character is divided.
+        num_characters: The number of characters of the documents, which is the divisor of the NLL per character.
         num_bytes: The number of bytes of the documents in UTF-8.
         num_predicted_tokens: The number of tokens of the documents, with one `<eos>` between every two: Σ token_mask
             over all windows.
@@ -103,14 +103,14 @@ class TextDataset:
 
 
 class PromptAnswerDataset:
-    """Prompts with the answers to learn, or conversations with the turns to learn: `token_mask` is 1 on their tokens.
+    """Prompts with the answers to learn, or conversations with the turns to learn, on whose tokens `token_mask` is 1.
 
     Args:
         records: Records of files, or those of a task's demonstrations.
         renderer: The renderer of the data section, which turns records into tokens.
         max_sequence_length: The most tokens of a sequence.
         too_long: What to do with a longer sequence. "error" raises an error. "drop" leaves it out. "truncate" cuts its
-            end, and leaves it out if no token to learn remains. The last two log the number of sequences.
+            end, and leaves it out if no token to learn remains. "drop" and "truncate" log how many are longer.
         pad_to_multiple_of: The width S of a batch is rounded up to a multiple of this.
     """
 
@@ -165,7 +165,7 @@ class PreferenceDataset:
         max_sequence_length: The most tokens of each of the two sequences.
         too_long: What to do with a pair with a longer sequence. "error" raises an error. "drop" leaves the pair out.
             "truncate" cuts the end of each longer sequence, and leaves the pair out if no token of an answer remains or
-            the two sequences become the same. The last two log the number of pairs.
+            the two answers become equal. "drop" and "truncate" log how many pairs are longer.
     """
 
     group_size = 2

@@ -1,4 +1,4 @@
-"""Encoded records: sequences, pairs and prompts as token ids, and the length limit that they are kept within."""
+"""Encoded records: sequences, pairs and prompts as token ids, and the limit on their length."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class EncodedPair:
         return max(self.chosen.num_tokens, self.rejected.num_tokens)
 
     def truncate(self, limit: int) -> EncodedPair | None:
-        """Return both sequences cut to `limit` tokens, or None if an answer is gone or both answers are now equal."""
+        """Cut both sequences to `limit` tokens, or return None if an answer has no token left or both become equal."""
         chosen, rejected = self.chosen.truncate(limit), self.rejected.truncate(limit)
         if chosen is None or rejected is None or chosen.trained_ids == rejected.trained_ids:
             return None
@@ -103,7 +103,7 @@ class EncodedPrompt:
         return len(self.ids)
 
     def truncate(self, limit: int) -> EncodedPrompt | None:
-        """Return the prefix and the last tokens, `limit` in all, or None if only the prefix fits."""
+        """Return the prompt with its prefix and its last tokens, `limit` in all, or None if only the prefix fits."""
         ids = truncate_prompt(self.ids, self.num_prefix, limit)
         return None if ids is None else replace(self, ids=ids)
 
@@ -141,7 +141,7 @@ ItemT = TypeVar("ItemT", bound=Limited)
 
 @dataclass(frozen=True)
 class Limit:
-    """The most tokens of an item, and how messages describe it.
+    """The maximum number of tokens of an item, and the words for it in messages.
 
     Attributes:
         policy: What to do with a longer item: raise an error, drop it, or truncate it.
@@ -162,7 +162,7 @@ class Limit:
 
     @classmethod
     def for_prompts(cls, max_sequence_length: int, max_new_tokens: int, policy: TooLong) -> Limit:
-        """Return the limit of prompts that leave space for a completion."""
+        """Return the limit for prompts, which leaves space for a completion."""
         return cls(
             max_sequence_length - max_new_tokens,
             policy,
@@ -173,7 +173,7 @@ class Limit:
 
 
 def apply_limit(items: Sequence[ItemT], limit: Limit) -> list[ItemT]:
-    """Return the items that fit the limit, with its policy for longer ones. Raise NothingLeft if none is left."""
+    """Return the items within the limit, and apply its policy to longer ones. Raise NothingLeft if none is left."""
     if not items:
         raise NothingLeft("the dataset has no records.")
     longer = [item for item in items if item.num_tokens > limit.tokens]
@@ -200,7 +200,7 @@ def apply_limit(items: Sequence[ItemT], limit: Limit) -> list[ItemT]:
 
 
 def _fit(item: ItemT, limit: Limit) -> ItemT | None:
-    """Return the item within the limit, or None if it is dropped by the policy or nothing useful would remain."""
+    """Return the item, truncated if it is longer, or None if the policy drops it or nothing useful would remain."""
     if item.num_tokens <= limit.tokens:
         return item
     return None if limit.policy == "drop" else item.truncate(limit.tokens)

@@ -19,14 +19,14 @@ from rl_megatron.data.tasks.task import AnsweringTask, Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
-# The keys of rendering, which a set has in common with the stage's data.
+# The keys of rendering that an eval set takes from the stage's data section.
 _RENDERING = ("format", "system_prompt", "chat_template", "chat_template_kwargs", "too_long")
 _WHOLE = "heldout_fraction"  # the option of tasks that hold out a part of a file
 
 
 @dataclass(frozen=True)
 class SetProblems:
-    """The problems of a set. The task's reward scores answers unless the set uses `reward.functions`."""
+    """The problems of an eval set. The task's reward scores answers unless the set uses `reward.functions`."""
 
     task: Task
     problems: list[Problem]
@@ -38,7 +38,7 @@ class SetProblems:
 
 
 def build_set_stage(stage: StageConfig, eval_set: EvalSetConfig) -> StageConfig:
-    """Return the stage with the data, the sampling and the rewards of one of its sets."""
+    """Return the stage with the data, the sampling and the rewards of one of its eval sets."""
     generation = dataclasses.replace(
         stage.generation,
         temperature=stage.generation.temperature if eval_set.temperature is None else eval_set.temperature,
@@ -65,7 +65,7 @@ def read_set_problems(stage: StageConfig, eval_set: EvalSetConfig) -> SetProblem
 
 
 def check_set_files(stage: StageConfig, tokenizer: Tokenizer | None) -> None:
-    """Check the files of a stage's sets, and that pyarrow can write their results, without torch."""
+    """Check, without torch, the files of a stage's eval sets, and that pyarrow, which writes results, is installed."""
     if stage.eval.sets:
         require_extra("eval.sets, whose results are tables,", "data", "pyarrow", otherwise="leave it out")
     for eval_set in stage.eval.sets:
@@ -87,7 +87,7 @@ def _read_problems(stage: StageConfig, eval_set: EvalSetConfig) -> SetProblems:
 
 
 def _is_whole_file(eval_set: EvalSetConfig) -> bool:
-    """Return whether the task would hold out a part of the file by default, although the set is the whole file."""
+    """Return whether the task holds out a part of the file by default, although the eval set is the whole file."""
     if eval_set.task is None or eval_set.path is None or not Path(eval_set.path).is_file():
         return False
     return _WHOLE in task_options(eval_set.task["name"]) and _WHOLE not in eval_set.task

@@ -58,7 +58,7 @@ def find_parts(data: DataConfig, plain: Callable[[Path], Reader] = JsonLines, al
     Args:
         data: The section, which has `path` or `dataset_name`.
         plain: The reader of files whose format does not follow from their names.
-        alone: Names of files that are read instead of all others if a directory has one.
+        alone: Names of files. The first of them that a directory has is read instead of its other files.
     """
     if data.dataset_name is not None:
         train, heldout = _build_hub_readers(data)
@@ -115,7 +115,7 @@ def require_path(data: DataConfig) -> str | tuple[str, ...]:
 
 
 def build_reader(file: Path, plain: Callable[[Path], Reader] = JsonLines) -> Reader:
-    """Return the reader of a file, by its name."""
+    """Return the reader for the suffix of a file, or `plain` if the suffix is unknown."""
     if file.is_dir():
         return HuggingFaceDirectory(file)
     suffix = Path(file.name.removesuffix(".gz")).suffix
@@ -125,7 +125,7 @@ def build_reader(file: Path, plain: Callable[[Path], Reader] = JsonLines) -> Rea
 
 
 def is_plain_text(file: Path) -> bool:
-    """Return whether `build_reader` reads a file with its reader `plain`."""
+    """Return whether `build_reader` reads a file with its argument `plain`."""
     return isinstance(build_reader(file, TextLines), TextLines)
 
 
@@ -248,8 +248,8 @@ def load_records(
 def load_text(file: Path, heldout_fraction: float = 0.05) -> tuple[str, str]:
     """Return the (training, held-out) text of a file.
 
-    The last `heldout_fraction` of the characters is held out, starting at the next line. Joined, the two parts are
-    exactly the file; line ends are not translated.
+    The last `heldout_fraction` of the characters is held out, starting at the next line. The two parts together are
+    exactly the file, with its own line ends.
     """
     check_fraction(heldout_fraction)
     text = "".join(record.values["text"] for record, _ in TextLines(file).read())
@@ -273,13 +273,13 @@ def split_heldout(
 ) -> tuple[list[ItemT], list[ItemT]]:
     """Return the (training, held-out) items, both in their original order.
 
-    The held-out items are the first of a fixed random order: `heldout_fraction` of them, at least one, and more until
-    they have `wanted` records. A fraction of 0 holds nothing out.
+    The held-out items are the first of a fixed random order: `heldout_fraction` of all items, at least one, and more
+    until they have `wanted` records. A fraction of 0 holds nothing out.
 
     Args:
         items: The items.
         heldout_fraction: The share of the items that is held out.
-        wanted: The number of records that evaluation asks for, `data.num_eval_examples`; 0: as many as there are.
+        wanted: The number of records that evaluation asks for, `data.num_eval_examples`; 0 if it uses any number.
         size: Returns the number of records of an item.
     """
     check_fraction(heldout_fraction)

@@ -54,7 +54,7 @@ class ItemList(Generic[ItemT]):
 
 
 class Drawn(NamedTuple, Generic[BatchT]):
-    """One drawn item: the items that it belongs to, its index among them, and a key that is equal in every draw."""
+    """One drawn item: the items that it belongs to, its index among them, and a key that is the same in every epoch."""
 
     among: Items[BatchT]
     index: int
@@ -74,10 +74,10 @@ class Component(ABC, Generic[BatchT]):
 
     @abstractmethod
     def draw(self, start: int, count: int) -> list[Drawn[BatchT]]:
-        """Return the next `count` items of the order. `start` is the number of items that were drawn before."""
+        """Return the next `count` items. `start` is the number of items that were drawn before."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the position as plain values, or None if there is nothing to keep."""
+        """Return the position as plain values, or None if the data set is in memory and needs no saved position."""
         return None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -105,7 +105,7 @@ class Streamed(Component[BatchT]):
         name: Its name.
         reader: The reader of its training records.
         build: Returns the items of the records of a block.
-        block_size: The records of a block.
+        block_size: The number of records in a block.
         seed: The seed of the order within blocks.
     """
 
@@ -139,7 +139,7 @@ class Streamed(Component[BatchT]):
         return drawn
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the block, its position in the reader, and the index among its shuffled items."""
+        """Return epoch, block, the reader's position at the block's start, and the index among its shuffled items."""
         return {"epoch": self._epoch, "block": self._block, "start": list(self._start), "place": self._place}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
@@ -167,7 +167,7 @@ class Streamed(Component[BatchT]):
         """Begin the next epoch, and return the items of its first block that has any."""
         self._epoch, self._block, self._place, self._start, self._reading = self._epoch + 1, 0, 0, (), None
         items = self._open_block()
-        if items is None:  # the data has changed
+        if items is None:  # the data has changed since the previous epoch
             raise self._nothing or ConfigError(self._reader.nothing)
         return items
 
@@ -178,11 +178,11 @@ class Streamed(Component[BatchT]):
         return convert_errors(lambda: list(itertools.islice(reading, self._block_size)))
 
     def _build_items(self, records: list[Record]) -> Items[BatchT] | None:
-        """Return the items of a block, or None if there is none."""
+        """Return the items of a block, or None if it has none."""
         self._num_built += 1
         try:
             with _log_rarely(self._num_built):
-                # An error in the data becomes a ConfigError, which ends a run with one line at any step.
+                # An error in the data becomes a ConfigError, which ends the run with a one-line message at any step.
                 return convert_errors(lambda: self._build(records))
         except ConfigError as error:
             if not isinstance(error.__cause__, NothingLeft):
@@ -218,9 +218,9 @@ class DataLoader(Generic[BatchT]):
         counts: How many items each data set contributes to each batch.
         seed: The seed of the order in which items of several data sets are mixed within a batch.
         join: Joins batches into one, with the items in the order of the given indices.
-        can_fail: Whether a batch may fail on some ranks only, because it is read from files or a user's function gives
-            the weights.
-        ranks: The ranks that draw each batch together, if it may fail. A stage that uses the loader sets them.
+        can_fail: Whether a batch may fail on some ranks only, because it is read from files or a user's function
+            returns the weights of the mixture.
+        ranks: The ranks that draw each batch together if `can_fail`. The stage that uses the loader sets them.
         data_sets: The name of the data set of each item of the last batch.
     """
 
@@ -242,7 +242,7 @@ class DataLoader(Generic[BatchT]):
 
     @property
     def is_streamed(self) -> bool:
-        """Return whether a data set is read block by block, so that going back reads it again."""
+        """Return whether any data set is read block by block; going back then reads it again from the beginning."""
         return any(component.state_dict() is not None for component in self.components)
 
     def batch(self, number: int) -> BatchT:
@@ -253,7 +253,7 @@ class DataLoader(Generic[BatchT]):
         return self._build_batch(self._draw_together(number))
 
     def part(self, number: int, part: int, parts: int) -> BatchT | None:
-        """Return one of `parts` equal parts of batch `number`, in the order of its items; None if it has no item.
+        """Return part `part` of batch `number`, cut in order into `parts` equal parts, or None if it has no item.
 
         The other items are also drawn, so that `data_sets` covers the whole batch, but they are not built. See `batch`.
         """
@@ -272,7 +272,7 @@ class DataLoader(Generic[BatchT]):
         return [getattr(item.among, "location", lambda index: "")(item.index) for item in drawn]
 
     def distinct_batches(self, stop: int) -> Iterator[BatchT]:
-        """Yield every item of the batches before `stop` exactly once, in batches, in the order of its first use."""
+        """Yield every item of the batches before batch `stop` exactly once, in batches, in the order of first use."""
         state, seen = self.state_dict(), set[Hashable]()
         self.load_state_dict({"batches": 0, "streams": {}})
         for number in range(stop):

@@ -33,7 +33,7 @@ class MixtureCounts:
         self._begin()
 
     def at(self, number: int) -> tuple[list[int], list[int]]:
-        """Return, per data set, how many items the batches before `number` ≥ 0 had, and how many batch `number` has."""
+        """Return, per data set, how many items the batches before batch `number` take, and how many it takes."""
         if number < self._number:
             self._begin()
         while self._number < number:

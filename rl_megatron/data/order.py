@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def epoch_order(num_items: int, seed: int | str, epoch: int) -> torch.Tensor:
     """Return a permutation of the items, `[num_items]` int64, which depends on the arguments alone."""
-    import torch  # here, because it takes seconds, and readers of files and tasks do without it
+    import torch  # here, because the import takes seconds, and code that only reads files or tasks needs no torch
 
     digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()  # nearby seeds must give unrelated orders
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

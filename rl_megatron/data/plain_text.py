@@ -54,12 +54,12 @@ def find_field(record: Record, candidates: Iterable[str], key: str) -> str:
 
 
 SIDES = ("chosen", "rejected")
-_WHOLE = "{text}"  # a template for a text that a task has written
+_WHOLE = "{text}"  # the template of a task's own prompt or answer
 Parts = tuple[str, Mapping[str, Any]]
 
 
 class PlainText:
-    """The templates of a data section. A task's own text, or a field of the records, replaces one that is null."""
+    """The templates of a data section. If a template is null, a task's own text or a field of the record is used."""
 
     def __init__(self, prompt_template: str | None = None, answer_template: str | None = None):
         self._prompt_template, self._answer_template = prompt_template, answer_template
@@ -107,7 +107,7 @@ class PlainText:
         return chosen, rejected
 
     def _find_parts(self, key: str, template: str | None, candidates: Sequence[str], record: Record) -> Parts:
-        """Return the template of `data.<key>`, or the one that the first record's fields imply, and its values."""
+        """Return the template of `data.<key>`, or one that the first record's fields imply, and the values for it."""
         if template is None:
             template = self._infer_template(key, candidates, record)
         require_fields([record], template, f"data.{key}")

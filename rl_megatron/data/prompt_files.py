@@ -1,7 +1,7 @@
-"""Read prompts to complete outside of training from files: texts, conversations or token ids.
+"""Read prompts from files to sample completions outside of training: texts, conversations or token ids.
 
-It uses the readers and the renderer of training data, so that a prompt has the same tokens as in a run. This module
-needs no torch.
+This module uses the readers and the renderer of training data, so that a prompt has the same tokens as in a run. It
+does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RENDERING_KEYS = (
 
 
 class PromptLines(Lines):
-    """Plain text with one prompt per line, without its line break. Blank lines are skipped."""
+    """A text file with one prompt per line. Line breaks are removed, and blank lines are skipped."""
 
     def _record(self, line: bytes, number: int) -> Record | None:
         text = self._text(line, number).rstrip("\r\n")
@@ -58,7 +58,7 @@ class FilePrompt:
         return len(self.ids)
 
     def truncate(self, limit: int) -> FilePrompt | None:
-        """Return the prefix and the last tokens, `limit` in all, or None if only the prefix fits."""
+        """Return the prompt with its prefix and its last tokens, `limit` in all, or None if only the prefix fits."""
         ids = truncate_prompt(self.ids, self.num_prefix, limit)
         return None if ids is None else replace(self, ids=ids)
 
@@ -94,7 +94,7 @@ def read_prompts(
     """
     try:
         return _read_prompts(data, tokenizer, max_sequence_length, max_new_tokens)
-    except (ValueError, OSError) as error:  # the readers' messages name the key of a data section
+    except (ValueError, OSError) as error:  # the readers name data.path, but the user set --prompts
         raise ConfigError(str(error).replace("data.path", "--prompts")) from error
 
 
@@ -121,7 +121,7 @@ def _encode_prompt(number: int, record: Record, renderer: Renderer, tokenizer: T
 
 
 def _read_ids(record: Record, tokenizer: Tokenizer) -> list[int]:
-    """Return the token ids in a record: at least one, all of them of the vocabulary."""
+    """Return the token ids in a record: at least one, and all in the vocabulary."""
     ids = record.values[IDS]
     if not isinstance(ids, Sequence) or isinstance(ids, str) or not ids:
         raise ValueError(f"{record.location}: {IDS}={ids!r:.60} must be a list of at least one token id.")

@@ -173,7 +173,7 @@ class HubDataset(Reader):
         name: Its name, such as `openai/gsm8k`.
         subset: Its subset, which the Hub calls configuration; None if it has only one.
         split: Its split, such as `train` or `train[:1000]`.
-        streaming: Whether rows are read while they are needed, instead of being downloaded first.
+        streaming: Whether rows are read when they are needed, instead of downloading the data set first.
     """
 
     def __init__(self, name: str, subset: str | None, split: str, streaming: bool):
@@ -188,7 +188,7 @@ class HubDataset(Reader):
 
     @property
     def columns(self) -> list[str] | None:
-        """Return the names of the columns, if they are known."""
+        """Return the names of the columns, or None if they are not known."""
         return self._rows.column_names
 
     def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:

@@ -15,7 +15,7 @@ Position = tuple[int, ...]  # where reading continues; only its reader knows wha
 
 
 class NothingLeft(ValueError):
-    """The error for records without an item to train on. A loader of streamed data skips such a block."""
+    """The error for records that give no item to train on. A loader of streamed data skips a block that raises it."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Record:
 def drop_nulls(values: Mapping[str, object]) -> dict[str, object]:
     """Return a record's fields without those that are null or NaN, and without such keys in messages and tools.
 
-    A null means that the record lacks the field, because tables need a value in every row, and JSON files often copy
-    this. The same holds for messages and tools, which are lists of mappings. Other mappings, such as verl's
+    A null means that the record lacks the field: tables need a value in every row, and JSON files are often made from
+    tables. The same holds for messages and tools, which are lists of mappings. Other mappings, such as verl's
     `extra_info`, keep their nulls.
     """
     return {
@@ -107,7 +107,7 @@ class Joined(Reader):
 
     @property
     def columns(self) -> list[str] | None:
-        """Return the columns if all readers are tables."""
+        """Return the columns if all readers are tables, otherwise None."""
         return None if any(reader.columns is None for reader in self.readers) else self.readers[0].columns
 
 
@@ -116,8 +116,8 @@ class Renamed(Reader):
 
     Args:
         reader: The reader.
-        names: New name → name in the records. A name with dots, as in `reward_model.ground_truth`, is a field in a
-            mapping, which stays as it is.
+        names: New name → name in the records. A name with dots, such as `reward_model.ground_truth`, is a field in a
+            mapping; the mapping itself is kept.
     """
 
     def __init__(self, reader: Reader, names: Mapping[str, str]):
@@ -149,7 +149,7 @@ class Renamed(Reader):
 
 
 class Part(Reader):
-    """The records of a reader after its first `skipped` ones, which are held out, or only `limit` of them."""
+    """The records of a reader without its first `skipped` ones, which are held out, and at most `limit` of the rest."""
 
     def __init__(self, reader: Reader, *, skipped: int = 0, limit: int | None = None):
         self._reader, self._skipped, self._limit = reader, skipped, limit
@@ -158,7 +158,7 @@ class Part(Reader):
     def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
         """Yield each record from `start` on, with the position after it."""
         if start:
-            yield from self._reader.read(start)  # a position is never before the skipped records
+            yield from self._reader.read(start)  # a position is always after the skipped records
             return
         stop = None if self._limit is None else self._skipped + self._limit
         yield from itertools.islice(self._reader.read(), self._skipped, stop)

@@ -1,7 +1,7 @@
 """`Renderer` turns records into tokens. Training, sampling and evaluation all use it, so that they see the same tokens.
 
-There are two formats. `plain` fills the templates of the data section with a record's fields. `chat` makes a
-conversation, either from the messages of the record or from the texts of the two templates, and renders it with a chat
+There are two formats. `plain` fills the prompt and answer templates of the data section with a record's fields. `chat`
+makes a conversation, either from the record's messages or from these filled templates, and renders it with a chat
 template.
 """
 
@@ -34,7 +34,7 @@ PLAIN, CHAT = "plain", "chat"
 
 
 class Renderer:
-    """The converter from records of a data section to tokens. All code uses it.
+    """The converter from records of a data section to tokens.
 
     All records of a renderer have one format. With `data.format=auto`, the first record decides the format, and all
     others must be of the same kind. With `format=chat`, conversations and records without messages can be mixed.
@@ -83,7 +83,7 @@ class Renderer:
         return EncodedPrompt(ids, problem, record, len(prefix) if starts_with_prefix else 0, self)
 
     def encode_example(self, record: Record) -> EncodedSequence:
-        """Return the sequence of prompt and answer, or of a conversation, with the tokens to learn."""
+        """Return the sequence of prompt and answer, or of a conversation, with the tokens to learn marked."""
         if self._resolve_format(record) == PLAIN:
             return self._encode_plain_example(record, record)
         if is_conversation(record):
@@ -116,7 +116,7 @@ class Renderer:
 
     @property
     def end_of_turn_ids(self) -> tuple[int, ...]:
-        """Return the token with which the chat template ends the assistant's turns, or nothing for plain text."""
+        """Return (the token with which the chat template ends the assistant's turns,), or () if there is none."""
         if self.format != CHAT:
             return ()
         turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]

@@ -19,8 +19,8 @@ _SHOWN = 100
 def find_different_prompts(stages: Mapping[str, StageConfig], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a message for every two stages that would turn the same record into different prompts.
 
-    Usually, a model should be asked with the prompts that it was trained on. The first record of each stage is
-    compared, if it has the fields that the other stage needs.
+    Usually, a model should get prompts in the form that it was trained on. Both stages render the first record of each,
+    if it has the fields that both need.
     """
     with_prompts = {name: stage for name, stage in stages.items() if stage.algorithm.learns_from != DOCUMENTS}
     for first, second in combinations(with_prompts, 2):

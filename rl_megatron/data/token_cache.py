@@ -1,8 +1,8 @@
-"""Cache the tokens of data under a key of the content that they were made from: on disk for large data, else in memory.
+"""Cache the tokens of data: on disk for large data, otherwise in memory.
 
 A second build of the same dataset uses these tokens: after the preflight and, for large data, on another rank or in a
-later run. The key, which is also the name of the directory, covers the text, the tokenizer, the settings of rendering
-and the versions of the code. So an entry is never updated, and can be deleted at any time.
+later run. Their key, which is also the name of the directory, is a digest of the text, the tokenizer, the settings of
+rendering and the versions of the code. So an entry is never updated, and can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -87,17 +87,17 @@ class _Tokens:
 
 
 class TokenCache:
-    """A cache of tokens: on disk for large texts, and in memory for small ones, of which the oldest are dropped."""
+    """A cache of tokens: on disk for large texts, and in memory for small ones; the least recently used are dropped."""
 
     def __init__(self, smallest: int = 4 * 2**20, most_in_memory: int = 16):
         """Initialize an empty cache.
 
         Args:
             smallest: The size, in characters, of the smallest text whose tokens are kept on disk.
-            most_in_memory: The most data sets in memory, of a few MiB each at most.
+            most_in_memory: The maximum number of data sets in memory; each has a few MiB at most.
         """
         self._smallest, self._most_in_memory = smallest, most_in_memory
-        self._in_memory: OrderedDict[str, _Tokens] = OrderedDict()  # the last ones that were made, by key
+        self._in_memory: OrderedDict[str, _Tokens] = OrderedDict()  # by key, the most recently used last
 
     def get(self, key: str, size: int, cache_dir: str | None, count: int, make: Callable[[], _Tokens]) -> _Tokens:
         """Return the tokens under a key; make and keep them if they are missing.
@@ -156,11 +156,11 @@ class _Mapped(EncodedSequence):
 def _encode_records(
     renderer: Renderer, records: Sequence[Record], kind: str, encode: Callable[[Record], list[EncodedSequence]]
 ) -> list[EncodedSequence]:
-    """Return the sequences of all records, equally many of each."""
+    """Return the sequences of all records, equally many for each record."""
     if not records:
         return []
     texts = [serialize_record(record) for record in records]
-    per_record = len(encode(records[0]))  # it also chooses and logs the format of the records
+    per_record = len(encode(records[0]))  # this call also chooses and logs the records' format
     key = _digest([[kind, *_describe_tokenizer(renderer.tokenizer), *_describe_rendering(renderer)], *texts])
 
     def make() -> _Tokens:
@@ -196,7 +196,7 @@ def _describe_tokenizer(tokenizer: Tokenizer) -> list[object]:
 def _describe_rendering(renderer: Renderer) -> list[object]:
     data = renderer.data
     template = None if data.chat_template is None else read_template(data.chat_template)
-    # A template may write the date into a system message.
+    # A template may write the date into a system message, so its tokens are valid for one day.
     today = date.today().isoformat() if "strftime" in f"{template}{renderer.tokenizer.chat_templates}" else None
     return [template, today, {key: getattr(data, key) for key in _RENDERING}]
 
@@ -220,7 +220,7 @@ def _find_directory(cache_dir: str | None, key: str) -> Path | None:
 
 
 def _keep_on_disk(directory: Path | None, count: int, make: Callable[[], _Tokens]) -> _Tokens:
-    """Return the tokens in the directory, or make them and write them there; None keeps nothing."""
+    """Return the tokens in the directory, or make them and write them there. If it is None, only make them."""
     kept = None if directory is None else _read(directory, count)
     if kept is not None or directory is None:
         return make() if kept is None else kept
@@ -235,7 +235,7 @@ def _keep_on_disk(directory: Path | None, count: int, make: Callable[[], _Tokens
 
 
 def _read(directory: Path, count: int) -> _Tokens | None:
-    """Return the tokens of a complete entry, mapped into memory. A damaged entry is deleted with a warning."""
+    """Return the tokens of an entry, mapped into memory, or None if it is missing or damaged. Delete a damaged one."""
     if not directory.is_dir():
         return None
     try:

@@ -18,8 +18,8 @@ _token_keys = {
 def declare_token_keys(*keys: str) -> None:
     """Let tensors under these keys of a batch have a value for each token, [B, S, …].
 
-    All other keys that the package does not know are per sequence, so that they are not split by tokens. Every rank
-    must declare the same keys before it uses a batch, for example when a plugin is imported.
+    Tensors under other keys that the package does not know have a value for each sequence, and are not split by tokens.
+    Every rank must declare the same keys before it uses a batch, for example when a plugin is imported.
     """
     _token_keys.update(keys)
 
@@ -40,7 +40,7 @@ def is_per_token(key: str, value: Tensor, width: int) -> bool:
         width: S, the width of the token ids.
 
     Raises:
-        ValueError: It has a value for each token, but not for S tokens.
+        ValueError: The tensor has a value for each token, but its dimension 1 is not S.
     """
     if not is_token_key(key) or value.dim() < 2:
         return False

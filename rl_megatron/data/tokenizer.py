@@ -20,7 +20,7 @@ _VISIBLE_BYTES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHER_BYTES = (byte for byte in range(0x100) if byte not in _VISIBLE_BYTES)
 # The byte that each character of a byte-level vocabulary stands for.
 _BYTE_OF = {chr(byte): byte for byte in _VISIBLE_BYTES} | {chr(0x100 + n): b for n, b in enumerate(_OTHER_BYTES)}
-_MOST_BYTES = 4  # of a character in UTF-8
+_MOST_BYTES = 4  # the most bytes of a character in UTF-8
 _SHORT = 4096  # characters; encoding a longer text lets other threads run
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the text of bytes that are not a character
 
@@ -40,7 +40,7 @@ class Tokenizer:
         config: The `tokenizer_config.json`, kept for `save`.
         side_files: Name → text of further files that `save` writes.
 
-    Threads may use it at the same time.
+    Several threads may use a tokenizer at the same time.
 
     Attributes:
         chat_templates: Name → Jinja text of the chat templates. The name of the usual one is "default".
@@ -74,7 +74,7 @@ class Tokenizer:
             if token.special
         }
         self._added = frozenset(self._backend.get_added_tokens_decoder())
-        # The ids that the tokenizer puts before every text (such as Llama's BOS), but not an added <eos>.
+        # The ids that the tokenizer puts before every text (such as Llama's BOS), without an <eos> that it appends.
         of_no_text = self._backend.encode("").ids
         self.prefix_ids: list[int] = of_no_text[:-1] if of_no_text[-1:] == [self.eos_id] else of_no_text
         self.chat_templates = read_chat_templates(self._config, self._side_files)
@@ -140,7 +140,7 @@ class Tokenizer:
     def encode_special(self, text: str) -> Encoding:
         """Return the encoding of `text`, in which special tokens are recognised.
 
-        Nothing is put before or after the text: a BOS token is there only if the text spells it.
+        Nothing is put before or after the text: the encoding has a BOS token only if the text spells it.
         """
         encoding = _encode(self._special_backend, text)
         beyond = next((id_ for id_ in encoding.ids if id_ >= self.vocab_size), None)
@@ -187,7 +187,7 @@ class Tokenizer:
         return texts
 
     def _find_character_end(self, ids: Sequence[int], texts: Sequence[str], first: int) -> int:
-        """Return the index after the tokens that together encode a character, or `first + 1` if they do not."""
+        """Return the index after the tokens from `first` on that encode one character, or `first + 1` if none do."""
         for last in range(first + 1, min(first + _MOST_BYTES, len(texts)) + 1):
             if _REPLACEMENT not in texts[last - 1]:
                 break

@@ -161,7 +161,7 @@ def encode_prompts(stage: StageConfig, problems: Sequence[Problem], renderer: Re
     """
     limit = Limit.for_prompts(stage.model.max_sequence_length, stage.generation.max_new_tokens, stage.data.too_long)
     records = [problem.as_record() for problem in problems]
-    # Generated problems may repeat. The tokens may depend on any field, such as messages.
+    # Generated problems may repeat, so each is encoded once. The tokens may depend on any field, such as messages.
     keys = [serialize_record(record) for record in records]
     different: dict[str, Record] = {}
     for key, record in zip(keys, records, strict=True):

@@ -1,8 +1,8 @@
-"""Environments of the library `verifiers` ≥ 0.3.1: their examples, and one rollout of them with an OpenAI client.
+"""Environments of the library `verifiers` ≥ 0.3.1: their examples, and rollouts with an OpenAI client.
 
-This module runs in the interpreter that has the library, which may lack all other dependencies of this package. It
-imports only the standard library, and the library itself when an environment is loaded. As a program, it writes the
-examples of an environment to a file.
+This module runs in an interpreter that has `verifiers` and may lack all other dependencies of this package. So it
+imports only the standard library and, when an environment is loaded, `verifiers`. As a program, it writes the examples
+of an environment to a file.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from rl_megatron.config.loading.import_strings import import_user_code, is_impor
 
 KEY = "rollout.environment.name"
 MODEL = "policy"  # the gateway takes any name
-_OF_THE_LIBRARY = ("reward",)  # metrics that repeat the reward
+_OF_THE_LIBRARY = ("reward",)  # the library's metrics that repeat the reward
 _loaded: dict[str, VerifiersEnvironment] = {}
 _numbers = itertools.count()
 
 
 class VerifiersEnvironment(Protocol):
-    """An environment, through either of the library's interfaces."""
+    """The common interface of the library's two kinds of environments."""
 
     def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, object]]:
         """Return the examples of its dataset as JSON values, each with `prompt`, `answer` and what `rollout` needs.
 
         Args:
-            is_heldout: Whether to return those of its evaluation dataset; none if it has no such dataset.
+            is_heldout: Whether to return the examples of its evaluation dataset; none if it has no such dataset.
             limit: The most examples; None for all.
         """
         ...
@@ -48,7 +48,7 @@ class VerifiersEnvironment(Protocol):
         Args:
             example: One of `examples`, or a mapping with `prompt`, `answer` and `info`.
             base_url: The address for an OpenAI client.
-            api_key: Its key.
+            api_key: The API key for the client.
 
         Raises:
             RolloutFailed: The rollout failed.
@@ -192,7 +192,7 @@ def _build_from_taskset(name: str, kwargs: Mapping[str, Any]) -> object:
 
 
 class TasksetEnvironment:
-    """An environment with the method `run_episode`. Each rollout has its own API key, so it starts its own servers."""
+    """An environment with the method `run_episode`. Each rollout starts its own servers, because it has its own key."""
 
     def __init__(self, environment: Any, name: str):
         """Keep the environment, whose configuration each rollout uses."""
@@ -214,12 +214,12 @@ class TasksetEnvironment:
         return [_build_example(number, task.data.model_dump(mode="json")) for number, task in tasks]
 
     async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-        """Run one episode, and return its task's results; raises RolloutFailed unless one agent has a finite reward."""
+        """Run an episode, and return its results; raise RolloutFailed unless it has one agent, with a finite reward."""
         import verifiers.v1 as library  # pyright: ignore[reportMissingImports]
 
         task = self._find_task(example)
         environment = type(self._environment)(self._environment.config)
-        variable = f"RL_MEGATRON_SESSION_{next(_numbers)}"  # the library reads keys from variables only
+        variable = f"RL_MEGATRON_SESSION_{next(_numbers)}"  # the library reads keys from environment variables only
         os.environ[variable] = api_key
         try:
             client = library.EvalClientConfig(base_url=base_url, api_key_var=variable)
@@ -269,7 +269,7 @@ def _read_episode(episode: Any) -> dict[str, object]:
 
 
 def main(arguments: list[str]) -> None:
-    """Write an environment's examples to a JSON file, under `train` and `heldout`, or otherwise its `error`.
+    """Write an environment's examples to a JSON file, under `train` and `heldout`, or a message under `error`.
 
     Args:
         arguments: The file, and a JSON object with `name`, `kwargs`, `limit` and `paths`, which are directories to

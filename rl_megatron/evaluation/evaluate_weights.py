@@ -123,7 +123,7 @@ def _open_sets(job: EvalJob, ranks: Ranks) -> list[_SetFile]:
 
 
 def _list_trajectory_settings(rollout: TrajectoryConfig) -> list[object]:
-    """Return the settings of trajectories that completions depend on."""
+    """Return the trajectory settings that completions depend on."""
     keys = (
         "worker", "worker_kwargs", "max_turns", "turn_sampling", "tools", "max_tokens", "max_sampled_tokens",
         "on_rewrite", "retries",

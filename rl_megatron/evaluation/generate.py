@@ -62,7 +62,7 @@ class CompletionJob:
 
     @property
     def num_completions(self) -> int:
-        """Return how many lines the output has in the end."""
+        """Return how many completions the finished output has, one per line."""
         return len(self.prompts.prompts) * self.samples_per_prompt
 
     def locate(self, number: int) -> tuple[FilePrompt, int]:
@@ -84,7 +84,7 @@ def complete_prompts(job: CompletionJob) -> int:
 
 
 def run_command(work: Callable[[], None], close: Callable[[], None]) -> int:
-    """Do the work of a command, close what it wrote to, and return the exit status, the same on all ranks."""
+    """Call `work`, then `close`, and return the command's exit status, the same on all ranks."""
     try:
         work()
     except (ConfigError, RunFailed) as error:

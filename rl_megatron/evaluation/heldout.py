@@ -224,7 +224,7 @@ class HeldoutProblems(Evaluation):
 
     @classmethod
     def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
-        """Return the names of the eval metrics: the reward of a task is an accuracy, a sum of rewards is not."""
+        """Return the name of the eval metric: "accuracy" if a task rewards answers, otherwise "reward"."""
         return ("reward",) if stage.reward.functions or stage.rollout.worker != "completion" else ("accuracy",)
 
     def with_rollouts(self, rollouts: ScoredRollouts) -> Self:

@@ -55,7 +55,7 @@ def write_results(path: Path, results: Sequence[ProblemResult], right_from: floa
 
 
 def read_start_values(path: Path, digest: str) -> list[Mapping[str, float]] | None:
-    """Return the statistics of every problem in a file of the run's start, or None if it does not have this digest."""
+    """Return the statistics of every problem at the run's start, or None if the file cannot be read or compared."""
     import pyarrow
     import pyarrow.parquet
 

@@ -38,8 +38,8 @@ class ScoredCompletions:
     """The scored completions of a block, in the order of their numbers.
 
     Attributes:
-        lengths: Their numbers of tokens.
-        truncated: Whether each ended without a stop token.
+        lengths: The number of tokens of each completion.
+        truncated: Whether each completion ended without a stop token.
     """
 
     texts: list[str]
@@ -56,7 +56,7 @@ class EvalSet:
 
     Attributes:
         digest: The digest of everything that completions depend on besides the weights.
-        metric_names: The names of its metrics that can choose the best checkpoint.
+        metric_names: The names of its metrics by which the best checkpoint can be chosen.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class EvalSets:
         return metrics
 
     def _record(self, eval_set: EvalSet, completions: list[ScoredCompletions], step: int) -> dict[str, float]:
-        """Read and write the results of a set on rank 0, and return its metrics on all ranks."""
+        """Write the results of a set on rank 0, and return its metrics on all ranks."""
         start = results_file(self._output_dir, self._name, eval_set.config.name, 0) if step > 0 else None
         path = results_file(self._output_dir, self._name, eval_set.config.name, step)
         metrics: dict[str, float] = {}
@@ -196,7 +196,7 @@ def is_multiple(step: int, every: int) -> bool:
 
 
 def list_set_metric_names(stage: StageConfig, tokenizer: Tokenizer) -> dict[str, EvalSetConfig]:
-    """Return the names of the metrics that can choose the best checkpoint, with the sets that have them."""
+    """Return the names of the metrics by which the best checkpoint can be chosen, each with its set."""
     sets = [EvalSet(stage, config, tokenizer, Ranks()) for config in stage.eval.sets]
     return {name: eval_set.config for eval_set in sets for name in eval_set.metric_names}
 

@@ -35,7 +35,7 @@ class ProblemSamples:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems, with its standard error; None if there is only one problem."""
+    """A mean over problems, with its standard error, which is None if there is only one problem."""
 
     mean: float
     standard_error: float | None
@@ -53,7 +53,7 @@ class Change:
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """Return the unbiased estimate of the probability that at least one of k samples is right.
 
-    It is the share of all subsets of k samples that have a right one: 1 − C(n − c, k) / C(n, k).
+    It is the share of the subsets of k samples that contain a right sample: 1 − C(n − c, k) / C(n, k).
 
     Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
 

@@ -78,11 +78,11 @@ def vocab_parallel_logprobs(
     view, such as the slice `logits[:, :-1]`, is copied first; set targets to `ignore_index` instead of slicing.
 
     Special values: rows whose target is `ignore_index` have logprob 0, entropy 0 and gradient exactly 0, whatever their
-    logits are, including NaN. Rows without upstream gradient are set to zero without being read. Logits of −inf have
+    logits are, including NaN. Rows without upstream gradient get gradient 0 without being read. Logits of −inf have
     probability 0, and gradient 0 except at the target. A row with only −inf has logprob −inf, entropy 0 and gradient 0.
 
-    Filter: with a `sampling_filter` the distribution is the softmax over the logits x_v ≥ τ only, which are the tokens
-    that top-k and top-p keep. τ is a constant in the gradient. `filter_thresholds` describes how τ is found, and the
+    Filter: with a `sampling_filter` the distribution is the softmax over only the tokens that top-k and top-p keep,
+    which are those with x_v ≥ τ. τ is a constant in the gradient. `filter_thresholds` describes how τ is found, and the
     further reads and all-reduces that this needs. Tokens below τ have probability and gradient 0, and logprob −inf if
     gathered. `SamplingFilter.outside` selects the logprob of a target below τ. A filter that is off has no effect.
 
@@ -105,7 +105,7 @@ def vocab_parallel_logprobs(
 
     Raises:
         ValueError: Shapes do not fit, shards do not tile the vocabulary, or targets or gather_ids are outside it. On a
-            GPU the last two are asynchronous device assertions, so that nothing waits for the check.
+            GPU all but the shapes are checked by asynchronous device assertions, so that the host does not wait.
 
     Source: Milakov & Gimelshein 2018, "Online normalizer calculation for softmax" (arXiv:1805.02867). The entropy's
     shifted first moment t is merged across shards in the same way.

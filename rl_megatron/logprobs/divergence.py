@@ -89,8 +89,8 @@ def vocab_parallel_kl(
     Special values, for a first distribution a and a second distribution b in KL(a‖b):
 
     - Ids whose logit is −inf in a add 0.
-    - Ids whose logit is −inf only in b make the KL ∞. Forward, the gradient q − p is finite. Reverse, the gradient
-      would be infinite, and is set to 0.
+    - Ids whose logit is −inf only in b make the KL ∞. The gradient of the forward KL, q − p, is finite. That of the
+      reverse KL would be infinite, and is set to 0.
     - A teacher row with only −inf gives KL 0 and gradient 0. A student row with only −inf gives KL ∞ and gradient 0.
 
     Shapes: as in `vocab_parallel_soft_cross_entropy`; temperature a number or a tensor that broadcasts to [...].

@@ -1,6 +1,6 @@
 """The arithmetic of `divergence.py` in plain torch: statistics of pairs of rows, their merge, and the gradients.
 
-As in `kernels/torch.py`, blocks of rows are processed in fp32 scratch tiles, and a row's bits do not depend on others.
+As in `kernels/torch.py`, blocks of rows are processed in fp32 scratch tiles, and no row's result depends on other rows.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def write_pair_gradients(
         ∂/∂student = (1/T)·(q − p),  or for the reverse KL  (1/T)·q·((ln q − ln p) − KL)
         ln q = (x−M)−log s,  ln p = (y−M')−log s'
 
-    Rows that are not active, and columns from num_columns on, are set to exactly 0 and are never read.
+    In rows that are not active, and in columns from num_columns on, `out` is exactly 0, and no logit is read.
 
     Args:
         out: The gradient to write, [N, V_local].

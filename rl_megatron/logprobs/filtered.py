@@ -121,7 +121,7 @@ def _add_target(stats: Float[Tensor, "rows 4"]) -> Float[Tensor, "rows 4"]:
 def _kept_target_gradient(
     upstream: Upstream, logprobs: Float[Tensor, " rows"], kept: Bool[Tensor, " rows"]
 ) -> Float[Tensor, " rows"]:
-    """Return the softmax's part of a kept target's gradient, p_y·(A − g_H·ℓ_y), for which the kernels use p_y = 0."""
+    """Return p_y·(A − g_H·ℓ_y), the part of a kept target's gradient that kernels leave out: they set p_y to 0."""
     share = upstream.base
     if upstream.entropy_grad is not None:
         share = share - upstream.entropy_grad * logprobs.clamp(min=LOWEST_EXPONENT)

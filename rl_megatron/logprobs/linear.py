@@ -101,7 +101,7 @@ def linear_logprobs(
         ignore_index: The target of rows to leave out.
         entropy: Whether to return the entropy.
         gather_ids: Global ids whose logprobs to return.
-        backend: The backend of the logprob kernels. The products are always torch's.
+        backend: The backend of the logprob kernels. torch always computes the matrix products.
         block_tokens: The number of rows of a token block. None: as many as have 512 MiB of bf16 logits on a GPU, or 32
             MiB on a CPU.
         chunk_tokens: The name of `block_tokens` in other libraries.

@@ -1,4 +1,4 @@
-"""Compute the [B, S-1] streams that losses need from a model's logits, which may be sharded, padded or packed."""
+"""Compute the per-token values [B, S-1] that losses need from logits, which may be sharded, padded or packed."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _compute_from_hidden(
     most_counted: int | None,
     options: dict,
 ) -> LogprobStats:
-    """Return `linear_logprobs` of hidden states as [R, L, …]. Hidden states have the sequence dimension first."""
+    """Return the `linear_logprobs` of hidden states [L, R, H] as [R, L, …]."""
     if isinstance(temperature, Tensor) and temperature.dim() > 0:
         temperature = temperature.transpose(0, 1)
     stats = linear_logprobs(

@@ -82,7 +82,7 @@ def filter_thresholds(
     τ is one of the row's own logits. It has no gradient, and the same bits on every rank.
 
     For top_k ≤ num_candidates, one all-gather collects the top_k largest logits of each rank, and τ is one of them.
-    With top_p too, one all-reduce counts the tokens that equal the smallest of them. For top-p alone on a CPU, τ is
+    With top_p too, one all-reduce counts the tokens whose logit is the k-th largest. For top-p alone on a CPU, τ is
     sought among the num_candidates largest logits of each rank, after one pass that sums all masses. All other cases,
     and rows whose candidates have too little mass, use a search of τ digit by digit of its bits
     (`find_largest_threshold`).

@@ -68,8 +68,8 @@ def teacher_divergences(
 
     Special values: rows whose target is `ignore_index` have divergences and logprob 0 and gradient exactly 0, whatever
     their logits are, including NaN. The KL divergences treat −inf as `vocab_parallel_kl` does; the Jensen-Shannon
-    divergence is finite. Divergences are ∞ if the student's row has only −inf, and 0 if the teacher's row does. Both
-    have no gradient.
+    divergence is finite. Divergences are ∞ if the student's row has only −inf, and 0 if the teacher's row does. In both
+    cases the gradient is 0.
 
     Shapes: student_logits [..., V_local]; a teacher of the same shape; targets [...]; temperature a number or a tensor
     that broadcasts to [...]. Returns [..., D] and [...].
@@ -338,5 +338,5 @@ class _Rows:
 
 
 def _log_mixture(q: Tensor, p: Tensor, beta: float, out: Tensor) -> None:
-    """Write log m, m = β·p + (1−β)·q, into a tile. It is −inf where both are 0."""
+    """Write log m, m = β·p + (1−β)·q, into a tile. It is −inf at ids with p = q = 0."""
     torch.mul(p, beta, out=out).add_(q, alpha=1 - beta).log_()

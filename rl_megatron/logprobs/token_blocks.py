@@ -16,7 +16,7 @@ from rl_megatron.topology.collectives import all_gather, reduce_scatter
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The rows that count, in token blocks.
+    """The rows that count, which are those whose target is not ignored, in token blocks.
 
     The plan has n places, each for one row or none. Over `shards` sequence-parallel ranks, a block has the same number
     of places for each rank's rows, in rank order.

@@ -55,7 +55,7 @@ class VocabShard:
 
 
 def check(condition: Bool[Tensor, ""], describe: Callable[[], str]) -> None:
-    """Check a condition that is a tensor. On a GPU it is an asynchronous device assertion, so that nothing waits.
+    """Check a condition that is a tensor. On a GPU the check is an asynchronous assertion, so the host does not wait.
 
     Args:
         condition: The condition, a scalar.
@@ -65,7 +65,7 @@ def check(condition: Bool[Tensor, ""], describe: Callable[[], str]) -> None:
         ValueError: The condition is false, on a CPU.
     """
     if condition.device.type != "cpu":
-        torch._assert_async(condition)  # pyright: ignore[reportPrivateImportUsage]  # torch has no public one
+        torch._assert_async(condition)  # pyright: ignore[reportPrivateImportUsage]  # torch has no public assertion
     elif not condition:
         raise ValueError(describe())
 

@@ -35,9 +35,9 @@ def redirect_cuda_to_cpu() -> None:
     _redirected = True
     cpu = torch.device("cpu")
 
-    # `with torch.device(…)` lists torch's factories at its first use, and recognises them by identity. It has to list
-    # the originals, which our replacements call. transformers loads models in such a block, and would otherwise read
-    # uninitialised RoPE tables.
+    # `with torch.device(…)` lists torch's factories at its first use, and recognises them by identity. The list must
+    # have the originals, which our replacements call: transformers loads models in such a block, and with another list
+    # it would read uninitialised RoPE tables.
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _redirect(getattr(torch, name)))

@@ -226,7 +226,7 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelDegrees) -> None:
 
 
 def _pipelines_that_fit(num_layers: int, stages: int, per_stage: int) -> str:
-    """Return settings that fit: each with the other degrees unchanged or, if none fits, with one chunk per stage."""
+    """Return settings that each fit with the other degrees unchanged or, if none does, with one chunk per stage."""
     fits = []
     # Every model chunk of a stage has the same number of layers.
     layer_groups, incomplete_groups = divmod(num_layers, per_stage)

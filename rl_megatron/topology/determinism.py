@@ -22,8 +22,8 @@ def compute_deterministically(environment: MutableMapping[str, str] = os.environ
     """Set every switch, for the rest of this process. Call it before the device is used.
 
     megatron-core's own switch is set from torch's when a model is built (model/build.py). On a GPU, torch then raises
-    an error that names the operation if one has no deterministic implementation. On a CPU, torch computes with one
-    thread, because the bits of a sum depend on the number of threads.
+    an error that names any operation without a deterministic implementation. On a CPU, torch computes with one thread,
+    because the bits of a sum depend on the number of threads.
 
     Raises:
         ConfigError: A variable has a value that is not allowed, or is not set although CUDA has started.

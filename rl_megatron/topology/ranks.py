@@ -1,4 +1,4 @@
-"""`Ranks`: call a function on rank 0 and share its result, or on all ranks and raise a failure of one on all."""
+"""`Ranks`: call a function on rank 0 and share its result, or call it on all ranks and share the first failure."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Ranks:
         return values
 
     def find_first_failure(self, failure: str | None) -> str | None:
-        """Return the failure of the lowest failed rank, or None. The text names the rank unless all ranks failed."""
+        """Return the failure of the lowest failed rank, with its number unless all failed, or None if none failed."""
         failures = self.gather(failure)
         for rank, message in enumerate(failures):
             if message is not None:
@@ -127,7 +127,7 @@ def _pack(value: object) -> tuple[bytes, tuple[type[Exception], str] | None]:
 def leave_together() -> None:
     """Wait up to 30 s for all ranks, because torchrun kills ranks that are still logging when another rank exits."""
     if Ranks.detect().size > 1:
-        with suppress(RuntimeError):  # another rank may have ended in another way
+        with suppress(RuntimeError):  # another rank may have ended already
             barrier = dist.barrier(async_op=True)
             if barrier is not None:  # never None on a member of the group
                 barrier.wait(_LEAVING_TIMEOUT)

@@ -56,7 +56,7 @@ class RankReduction:
         return self._gather(values).amax(0)
 
     def _gather(self, values: Tensor) -> Tensor:
-        """Return all ranks' values, [ranks, …]. An all-reduce might use another order on each tensor-parallel rank."""
+        """Return all ranks' values, [ranks, …]; an all-reduce might add them in other orders on different tp ranks."""
         if self.is_alone:
             return values[None]
         return gather_from_ranks(values.to(self.device), self.group).cpu()
@@ -88,7 +88,7 @@ class RankReduction:
         return Moments(number, mean.item(), deviation.item(), least.min().item(), most.max().item())
 
     def order_statistics(self, values: Tensor, places: Sequence[int], weights: Tensor | None = None) -> list[float]:
-        """Return the values at these indices of all ranks' values in ascending order.
+        """Return the values at the indices `places` among all ranks' values in ascending order.
 
         Several ranks select values digit by digit, as in a radix sort. For every place, each pass sums over the ranks a
         histogram of the next digit of the values that begin with the digits selected so far.

@@ -21,7 +21,7 @@ class TokenLayout:
         index[b, t] = rank · R·L + position among that rank's R·L tokens, or −1 if the model does not get the token
 
     `scatter` moves values from the batch's order to the model's, and `gather` moves them back. No other code needs to
-    know whether sequences are padded (R = B) or packed (R = 1), and over how many ranks they are cut. A sequence is cut
+    know whether sequences are padded (R = B) or packed (R = 1), or over how many ranks they are cut. A sequence is cut
     zigzag into 2·cp equal slices; rank r holds the slices r and 2·cp−1−r.
 
     Attributes:

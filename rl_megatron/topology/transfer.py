@@ -27,8 +27,8 @@ def send(tree: Tree, device: torch.device) -> Tree:
     A tensor that occurs twice is sent once. The sent tensors share one buffer, which is freed with the last of them.
 
     Args:
-        tree: Nested dataclasses, mappings, lists and tuples. Anything else that is not a tensor on the host stays as it
-            is.
+        tree: Nested dataclasses, mappings, lists and tuples. Everything in them that is not a tensor on the host stays
+            as it is.
         device: The device.
     """
     if device.type == "cpu":

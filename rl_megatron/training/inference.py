@@ -27,7 +27,7 @@ _NUMBER = torch.zeros(())  # the value of one token if it is a single number
 
 
 def build_runner(model: ShardedModel, fused_head: FusedHead | None) -> Runner:
-    """Return a runner of the model. They share the list of model chunks, which `model.release` empties."""
+    """Return a runner of the model. Both share the list of model chunks, which `model.release` empties."""
     backend = choose_backend(model.config, model.topology, model.precision)
     # A score head does not compute logits, so it has nothing to fuse.
     return Runner(

@@ -54,11 +54,11 @@ _READ = ("input_ids", "input_lengths", "token_mask", "temperature", ROUTED_EXPER
 class MegatronPolicy(ColocatablePolicyInterface):
     """A model with its optimizer. Every rank calls every method with the same arguments and gets the same result.
 
-    Instead of the same dictionary, each rank may pass the sequences that it owns (`Batch`), and gets the results for
-    them.
+    Instead of a dictionary that all ranks have, each rank may pass a `Batch` of the sequences that it owns, and then
+    gets the results for these.
 
-    The policy distributes sequences over data-parallel ranks, and adds padding sequences with zero loss weight if the
-    ranks do not divide their number. An algorithm therefore does not depend on the layout. The caller's batch is not
+    The policy distributes sequences over data-parallel ranks, and adds padding sequences with zero loss weight until
+    all ranks have equally many. An algorithm therefore does not depend on the layout. The caller's batch is not
     changed or moved: each rank sends only its own sequences to its device. With `head="score"` the policy is a reward
     model or a critic. Without `optimizer` it cannot be trained.
 
@@ -156,7 +156,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         path = Path(path)
         manifest = read_manifest(path)
         if holds_adapter(manifest):
-            find_base(path, manifest)  # an adapter needs the checkpoint of its base
+            find_base(path, manifest)  # raises early if the checkpoint of an adapter's base is missing
         topology = start_topology(parallel, device=device, seed=options.get("seed", 0))
         options = {key: manifest[key] for key in ("vocab_size", "head", "precision") if key in manifest} | options
         initialise = check_head(path, manifest, options.get("head", "lm"), weights_only)
@@ -435,7 +435,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return self.weights.list_key_groups(max_bytes)
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, WeightHandle]:
-        """Return the handle of one group of keys in this rank's memory, by device; see `WeightSender.share`."""
+        """Return, by device, the handle of the weights of one group of keys; see `WeightSender.share`."""
         return self.weights.share(keys)
 
     # --- checkpoints ---

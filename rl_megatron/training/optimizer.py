@@ -55,7 +55,7 @@ def wrap_for_gradients(
 def has_replicas(config: TransformerConfig, topology: Topology) -> bool:
     """Return whether several ranks hold the same weights, so that the distributed optimizer has something to split.
 
-    Otherwise it would copy all weights onto themselves in every step.
+    Without replicas, it would copy all weights onto themselves in every step.
     """
     groups = [topology.groups.dp_cp] + ([] if config.num_moe_experts is None else [topology.groups.expt_dp])
     return max(group.size() for group in groups) > 1
@@ -65,7 +65,7 @@ def has_replicas(config: TransformerConfig, topology: Topology) -> bool:
 def complete_gradients(model_chunks: list[DistributedDataParallel]) -> None:
     """Gather the summed gradients of all parameters on every rank. Collective.
 
-    With the distributed optimizer, a rank has only the sums for the weights that it updates after a backward pass.
+    With the distributed optimizer, a backward pass leaves on a rank only the sums for the weights that it updates.
     """
     for model_chunk in model_chunks:
         if not model_chunk.ddp_config.use_distributed_optimizer:
@@ -116,7 +116,8 @@ def build_optimizer(
 def _count_once(optimizer: MegatronOptimizer, topology: Topology) -> None:
     """Make the gradient norm count an expert's weight once if several ranks hold all of it.
 
-    megatron-core counts such weights on the first tensor-parallel rank only, but other ranks split the experts.
+    megatron-core counts such weights only on the first rank of the tensor-parallel group, but experts are split over
+    the expert-tensor-parallel group.
     """
     for part in list_parts(optimizer):
         if any(group["is_expert_parallel"] for group in part.optimizer.param_groups):
@@ -124,7 +125,7 @@ def _count_once(optimizer: MegatronOptimizer, topology: Topology) -> None:
 
 
 def fuse(optimizer: MegatronOptimizer) -> None:
-    """Make torch's AdamW update each parameter in one kernel. Adam of other libraries always does.
+    """Make torch's AdamW update each parameter in one kernel. Other libraries' Adam always does so.
 
     torch's default is a loop of many operations per parameter on a CPU. On a GPU it handles all parameters at once, but
     allocates as much memory as they take.

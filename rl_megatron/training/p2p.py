@@ -18,9 +18,9 @@ Shape = tuple[int, int]
 
 
 class PlannedCommunicator(P2PCommunicator):
-    """megatron-core's communicator, which takes the shapes of received tensors from the plan.
+    """A communicator of megatron-core that takes the shapes of received tensors from the plan.
 
-    With interleaving, microbatches run in groups of one per stage; without, all of them are one group. In each group,
+    With interleaving, a group has as many microbatches as there are stages; without it, it has all. In each group,
     activations arrive model chunk by model chunk, and so do gradients. The first stage receives no activations for its
     first model chunk, and the last stage receives no gradients for its last one.
 

@@ -67,7 +67,7 @@ class AdapterReference:
     """The policy's model with the adapters that it had when the reference was built. The weights are shared.
 
     If the adapters were untrained, a call switches them off. Otherwise the reference keeps copies of them, which
-    replace the current adapters during a call. Frozen adapters take part in either case.
+    replace the current adapters during a call. Frozen adapters stay active in either case.
     """
 
     def __init__(self, model: ShardedModel, inference: Inference):
@@ -153,7 +153,7 @@ class RecordedReference:
         replaces it. `reference` is the digest of the reference's weights (`digest_weights`).
         """
         self._path, self._reference, self._ranks = path, reference, ranks
-        tensors = ranks.share(self._read)  # not as views: each would be pickled with its whole storage
+        tensors = ranks.share(self._read)  # split later: a view is pickled with its whole storage
         self._sequences: dict[bytes, Tensor] = _split(*tensors)
 
     def complete(self, batches: Iterable[BatchedDataDict], logprobs: _Logprobs) -> None:
@@ -178,7 +178,7 @@ class RecordedReference:
     def logprobs(self, batch: Batch, batching: Batching | None = None) -> Tensor:
         """Return logprobs [B, S] fp32. Entry t corresponds to token t, and entries past `input_lengths` are 0.
 
-        `batching` has no effect, because no forward pass is needed. It is in the signature of
+        `batching` has no effect, because no forward pass is needed. The signature is that of
         `ReferenceModel.logprobs`.
         """
         whole = torch.zeros(batch["input_ids"].shape, dtype=torch.float32)

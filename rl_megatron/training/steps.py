@@ -104,7 +104,7 @@ class StepPlanner:
 
 
 def _require_logprobs(batch: Batch, loss: Loss, on_policy: bool, steps: int) -> None:
-    """Refuse a batch without logprobs that the loss reads, unless it can compute them in the one on-policy step."""
+    """Refuse a batch without logprobs that the loss reads, unless a single on-policy step can compute them."""
     missing = ", ".join(repr(key) for key in sorted(loss.on_policy_keys) if key not in batch)
     if not missing or not loss.reads_on_policy_keys:
         return

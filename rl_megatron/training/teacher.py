@@ -138,7 +138,7 @@ def load_teacher(
 
 
 def open_teacher(path: Path) -> tuple[ModelConfig, HuggingFaceWeights | None]:
-    """Return the shape of the language model at `path` and, if it is a Hugging Face directory, its unread weights."""
+    """Return the shape of the language model at `path`, and the weights of a Hugging Face directory, otherwise None."""
     if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
         weights = open_hugging_face(path)
         return weights.model, weights

@@ -35,8 +35,8 @@ GROUPS = ("embedding", *(f"layers_{quarter}" for quarter in range(1, QUARTERS + 
 class Trainer:
     """The owner of a model's gradient buffers and optimizer, which takes steps. All methods are collective.
 
-    It counts the steps that were skipped since the last update, because their loss or gradient norm was NaN or
-    infinite. All ranks raise `NonFiniteLoss` for the same step, so all of them skip it.
+    A step with a NaN or infinite loss or gradient norm can be skipped. The trainer counts the steps that were skipped
+    since the last update. All ranks raise `NonFiniteLoss` for the same step, so all of them skip it.
 
     Attributes:
         runner: The runner, which computes gradients.
@@ -136,7 +136,7 @@ class Trainer:
             raise error
         if self._num_skipped == self._max_skipped:
             raise NonFiniteLoss(
-                f"{error}; the {self._max_skipped} optimizer steps before were skipped for such a reason already "
+                f"{error}; the {self._max_skipped} optimizer steps before were skipped for the same kind of failure "
                 "(train.max_nonfinite_steps)"
             ) from error
         self._num_skipped += 1

@@ -33,7 +33,7 @@ def split_mixture(stage: StageConfig) -> list[tuple[str, StageConfig]]:
 
 
 def _share_eval_examples(data: DataConfig) -> list[int]:
-    """Return how many held-out examples each data set gives: shares by weight, in whole pairs, at least one."""
+    """Return how many held-out examples each data set gives, by its weight: an even number, at least 2."""
     names, weights = [data_set.shown_name for data_set in data.mix], [data_set.weight for data_set in data.mix]
     pairs = max(1, (data.num_eval_examples or USUAL_EVAL_EXAMPLES) // 2)
     counts = MixtureCounts(names, pairs, lambda step: weights)
@@ -43,7 +43,7 @@ def _share_eval_examples(data: DataConfig) -> list[int]:
 class MixedSource(DataSource[DataConfig]):
     """The source of several data sets of one kind.
 
-    Held-out data comes from `data.eval_path`, or otherwise from each data set by its weight in `data.mix`.
+    Held-out data comes from `data.eval_path` or, if that is null, from each data set by its weight in `data.mix`.
     """
 
     def __init__(self, stage: StageConfig, sources: Sequence[DataSource[Any]]):

@@ -22,7 +22,7 @@ class RecordSource(DataSource[ConfigT]):
 
     Attributes:
         plain: The reader of files whose format does not follow from their names.
-        alone: Names of files that are read instead of all others if a directory has one.
+        alone: Names of files. The first of them that a directory has is read instead of its other files.
     """
 
     plain: ClassVar[type[Lines]] = JsonLines
@@ -40,7 +40,7 @@ class RecordSource(DataSource[ConfigT]):
         return source
 
     def renderer(self, tokenizer: Tokenizer) -> Renderer:
-        """Return a renderer of the data section. Blocks share one, so that the first block decides the templates."""
+        """Return a renderer of the data section. All blocks share one, whose templates the first block decides."""
         if self._block is None:
             return super().renderer(tokenizer)
         if not self._renderers:
@@ -53,7 +53,7 @@ class RecordSource(DataSource[ConfigT]):
 
     @property
     def num_left_out(self) -> int:
-        """Return how many of the first records streamed data holds out, if it has no held-out data of its own."""
+        """Return how many of the first records are held out: 0 unless streamed data has no held-out part of its own."""
         if not self.data.streaming or self._num_heldout == 0:
             return 0
         return self._num_heldout if find_parts(self.data, self.plain, self.alone).heldout is None else 0
@@ -111,5 +111,5 @@ class RecordSource(DataSource[ConfigT]):
 
     @property
     def _num_heldout(self) -> int:
-        """Return how many records of streamed data are held out; as many as an evaluation can use, or none."""
+        """Return how many streamed records are held out: those that evaluation uses, or 0 if heldout_fraction is 0."""
         return (self.data.num_eval_examples or USUAL_EVAL_EXAMPLES) if self.data.heldout_fraction > 0 else 0

@@ -83,8 +83,8 @@ class DataSource(Generic[ConfigT]):
     def check_files(self, tokenizer: Tokenizer | None) -> None:
         """Check everything that needs no torch: paths, records, the fields of templates, and a task's options.
 
-        The command line calls it before torch is imported, so it must not import it. What needs the whole data in
-        tokens is checked later, by `dataset` and `heldout`.
+        The command line calls it before torch is imported, so it must not import torch. Checks that need all data as
+        tokens are made later, by `dataset` and `heldout`.
 
         Args:
             tokenizer: The run's tokenizer, or None if it has yet to be trained.

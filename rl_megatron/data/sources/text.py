@@ -45,7 +45,7 @@ class TextSource(RecordSource[TextConfig]):
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch:
         """Return the first windows of the held-out text."""
         windows = self._build_windows(require_heldout(self.read_documents(), self.data), tokenizer)
-        # Streamed data holds out `num_eval_examples` records, which may be fewer windows.
+        # Streamed data holds out `num_eval_examples` records, which may give fewer windows.
         takes_all = self.data.streaming and len(windows) <= (self.data.num_eval_examples or 0)
         number = len(windows) if takes_all else count_evaluated(self.data, len(windows), "windows")
         batch = windows.batch(range(number))
@@ -53,7 +53,7 @@ class TextSource(RecordSource[TextConfig]):
 
     @property
     def num_asked_for(self) -> int:
-        """Return 0: the number of a document's windows depends on its length."""
+        """Return 0, because evaluation asks for windows, and how many a record gives depends on its length."""
         return 0
 
     def _build_windows(self, documents: list[str], tokenizer: Tokenizer) -> TextDataset:

@@ -15,7 +15,7 @@ from rl_megatron.data.tasks.task import Demonstration, Problem, choose_items
 
 @dataclass(frozen=True)
 class FileTask(ABC):
-    """A task that reads its problems from files. They are read, and errors are raised, at the first call of a method.
+    """A task that reads its problems from files when one of its methods is first called; errors are raised then.
 
     Args:
         path: A directory with `train.jsonl` and `test.jsonl`, or one file of which `heldout_fraction` is held out.
@@ -32,7 +32,7 @@ class FileTask(ABC):
         """Return a record with the fields that `problem` reads.
 
         Raises:
-            ValueError: It cannot be used; the message names file:line, the field and the remedy.
+            ValueError: The record cannot be used; the message names file:line, the field and the remedy.
         """
 
     @abstractmethod
@@ -44,7 +44,7 @@ class FileTask(ABC):
         """Return the reward of a completion."""
 
     def check_files(self) -> None:
-        """Read the files and check every record. They are not split into two parts, which would need torch."""
+        """Read the files and check every record. Held-out records are not chosen, because that needs torch."""
         for records in load_records(self.path, heldout_fraction=0.0):
             self._normalize_all(records)
 
@@ -62,7 +62,7 @@ class FileTask(ABC):
         return [Demonstration(p.prompt, p.answer, p.record, p.location) for p in problems]
 
     def require(self, record: Record, fields: Iterable[tuple[str, str]]) -> None:
-        """Check that a record has the fields, each given as (option that names the field, its name)."""
+        """Check that a record has `fields`: pairs of the option that names a field, and the field's name."""
         for option, name in fields:
             if name not in record.values:
                 raise ValueError(

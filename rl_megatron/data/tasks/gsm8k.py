@@ -68,7 +68,7 @@ class GSM8K(FileTask):
         return float(answer is not None and answer == Decimal(problem.answer))
 
     def final_answer(self, completion: str) -> str | None:
-        """Return the completion's final number in its shortest form, so that 18 and 18.00 are one answer, or None."""
+        """Return the final number in its shortest form, so that 18 and 18.00 are one answer, or None if it has none."""
         answer = extract_answer(completion)
         return None if answer is None else f"{answer.normalize():f}"
 

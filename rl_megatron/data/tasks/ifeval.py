@@ -218,7 +218,7 @@ class IFEval(FileTask):
     Args:
         path: A directory with `train.jsonl` and `test.jsonl`, or one file of which `heldout_fraction` is held out.
         heldout_fraction: The share of problems that is held out, if `path` is a file.
-        partial: Whether the reward is the share of instructions that are followed. Otherwise it is 1 if all are.
+        partial: Whether to reward the share of instructions that are followed. Otherwise only all of them give 1.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.

@@ -15,7 +15,7 @@ from rl_megatron.data.tasks.file_task import FileTask
 from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Problem
 
-_SECONDS = 5  # time limit of reading or comparing
+_SECONDS = 5  # time limit of parsing an answer, and of comparing two
 _REQUEST = "Put your final answer within \\boxed{}."
 
 
@@ -61,7 +61,7 @@ class Mathematics(FileTask):
         return float(are_equal(reference, read_answer(completion, _SECONDS), _SECONDS))
 
     def final_answer(self, completion: str) -> str | None:
-        """Return the answer that math-verify finds in the completion, a number in its shortest form, or None.
+        """Return the completion's answer, a number in its shortest form, or None if math-verify finds no answer.
 
         A completion that takes too long to read has no answer.
         """
@@ -86,7 +86,7 @@ def require_math_verify(user: str) -> None:
 
 
 def read_answer(text: str, seconds: int) -> list[Any]:
-    """Return the answers that math-verify finds in a text, the likeliest first; raise TimeoutError if it is slow."""
+    """Return the answers that math-verify finds in a text, the likeliest first; raise TimeoutError after `seconds`."""
     from math_verify import parse
     from math_verify.errors import TimeoutException
 
@@ -99,7 +99,7 @@ def read_answer(text: str, seconds: int) -> list[Any]:
 
 
 def read_reference(answer: str, seconds: int) -> list[object]:
-    r"""Return a reference answer, read within `\boxed{}` if it cannot be read as it is, such as `\frac{1}{2}`."""
+    r"""Parse a reference answer; if math-verify finds nothing, as in a bare `\frac{1}{2}`, parse it in `\boxed{}`."""
     reference = read_answer(answer, seconds) or read_answer(rf"\boxed{{{answer}}}", seconds)
     if not reference:
         raise ValueError(f"math-verify cannot read the reference answer {answer!r}")
@@ -107,7 +107,7 @@ def read_reference(answer: str, seconds: int) -> list[object]:
 
 
 def are_equal(reference: list[Any], answer: list[Any], seconds: int) -> bool:
-    """Return whether math-verify says that an answer equals the reference; raise TimeoutError if it is slow."""
+    """Return whether math-verify says that an answer equals the reference; raise TimeoutError after `seconds`."""
     from math_verify import verify
     from math_verify.errors import TimeoutException
 

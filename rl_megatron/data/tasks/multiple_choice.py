@@ -1,4 +1,4 @@
-"""Tasks of questions with several choices, of which one is right: `multiple_choice`, and `gpqa` with its fields."""
+"""The tasks `multiple_choice` and `gpqa`: questions with several choices, of which one is right."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Choices(FileTask):
         return float(self.final_answer(completion) == problem.answer)
 
     def final_answer(self, completion: str) -> str | None:
-        r"""Return the completion's letter: the last one after "answer" or in \boxed{}, or one at its beginning."""
+        r"""Return the last letter after "answer" or in \boxed{}, or else a letter at the beginning, or else None."""
         announced = _ANNOUNCED.findall(completion)
         if announced:
             return "".join(announced[-1]).upper()
@@ -56,7 +56,7 @@ class MultipleChoice(_Choices):
         path: A directory with `train.jsonl` and `test.jsonl`, or one file of which `heldout_fraction` is held out.
         heldout_fraction: The share of problems that is held out, if `path` is a file.
         question_field: The field of the records that has the question.
-        choices_field: The field with the list of choices, or with a mapping whose key `text` has it.
+        choices_field: The field with the list of choices, or with a mapping that has the list under `text`.
         answer_field: The field with the right choice: its number, counted from 0, its letter, or its text.
 
     Raises:
@@ -69,7 +69,7 @@ class MultipleChoice(_Choices):
     answer_field: str = "answer"
 
     def normalize(self, record: Record) -> Record:
-        """Return the record with its question, choices and the letter of the answer under our names."""
+        """Return the record with the fields `question`, `choices` and `answer`, the letter of the right choice."""
         self.require(
             record,
             [
@@ -100,7 +100,7 @@ class MultipleChoice(_Choices):
 class GPQA(_Choices):
     """Questions in the form of GPQA: a question, the correct answer, and three incorrect ones.
 
-    The order of the choices is drawn from the question's text, so that it is the same in every run.
+    The order of the choices is random, with the question's text as the seed, so that it is the same in every run.
 
     Args:
         path: A directory with `train.jsonl` and `test.jsonl`, or one file of which `heldout_fraction` is held out.
@@ -115,7 +115,7 @@ class GPQA(_Choices):
     incorrect_fields: tuple[str, ...] = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
     def normalize(self, record: Record) -> Record:
-        """Return the record with its question, choices and the letter of the answer under our names."""
+        """Return the record with the fields `question`, `choices` and `answer`, the letter of the right choice."""
         fields = [("question_field", self.question_field), ("answer_field", self.answer_field)]
         self.require(record, [*fields, *(("incorrect_fields", name) for name in self.incorrect_fields)])
         correct = str(record.values[self.answer_field]).strip()
@@ -129,7 +129,7 @@ class GPQA(_Choices):
 
 
 def _find_letter(answer: object, choices: Sequence[str]) -> str | None:
-    """Return the letter of the choice that an answer names, or None."""
+    """Return the letter of the choice that an answer names, or None if it names no choice."""
     letters = ascii_uppercase[: len(choices)]
     if isinstance(answer, int) and not isinstance(answer, bool):
         return letters[answer] if 0 <= answer < len(letters) else None

@@ -54,14 +54,14 @@ def build_task(name: str, **options: object) -> Task:
     if not is_import_string(name):
         return task_class(**options)
     task = call_task(name, lambda: task_class(**options))
-    if hasattr(task, "demonstrations"):  # a whole Task, such as a subclass of one
+    if hasattr(task, "demonstrations"):  # the class has all methods of `Task`
         return task
     # `name` is an attribute here, but a class variable of the protocol
     return cast(Task, PlainTask(name, options, task))
 
 
 def _rebuild_task(name: str, options: Mapping[str, object]) -> Task:
-    """Return the task that `build_task` built in another process."""
+    """Build a task that another process pickled."""
     return build_task(name, **options)
 
 
@@ -88,7 +88,7 @@ def check_task_files(task: Task) -> None:
 
 
 def call_task(name: str, call: Callable[[], ResultT]) -> ResultT:
-    """Return `call()`, a call of the task `name` or of one of its methods, which may be a user's.
+    """Return `call()`, which builds the task `name` or calls one of its methods; their code may be a user's.
 
     A ValueError or an OSError is raised unchanged, because its message names what is wrong. Any other error becomes a
     ConfigError that names the task.
@@ -110,7 +110,7 @@ def reads_path(name: str) -> bool:
 
 
 class PlainTask:
-    """A task from an object with the methods `train_problems`, `heldout_problems` and `reward`, and no others.
+    """A task made from a user's object that has only the methods `train_problems`, `heldout_problems` and `reward`.
 
     The first two return all problems: `Problem` objects, pairs (prompt, answer), or mappings with a prompt, an answer
     and further fields for the reward. They may take `count` and `seed`. Demonstrations are the training problems with
@@ -162,7 +162,7 @@ class PlainTask:
 
     def _choose_problems(self, method: str, count: int | None, seed: int) -> list[Problem]:
         problems = self._make_problems(method, count, seed)
-        if len(problems) == count:  # the user's method takes `count`; its order stays
+        if len(problems) == count:  # the order of the user's method is kept
             return problems
         if count is not None and count > len(problems) and method == "heldout_problems":
             return problems  # an evaluation uses all that there are

@@ -77,7 +77,7 @@ def _build_record(prompt: str, answer: str, fields: Mapping[str, object], locati
 
 @runtime_checkable
 class Task(Protocol):
-    """A source of verifiable problems. Apart from `reward`, the same arguments give the same result.
+    """A source of verifiable problems. Every method except `reward` is deterministic.
 
     `count=None` asks for all problems; a task that generates its training problems raises ValueError for it.
     `register_task` sets `name`.
@@ -116,7 +116,7 @@ class AnsweringTask(Task, Protocol):
     """A task that can also extract the answer of a completion, so that equal answers of samples can be counted."""
 
     def final_answer(self, completion: str) -> str | None:
-        """Return the answer in a completion, as the same text for equal answers, or None if it has none."""
+        """Return the answer, normalized so that equal answers are equal strings, or None if the completion has none."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The task `verifiers`: the examples of an environment of the library `verifiers`, which also gives the rewards."""
+"""The task `verifiers`: examples of an environment of the library `verifiers`. The environment gives the rewards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rl_megatron.workers.child_process import build_module_command, list_user_pa
 
 EXAMPLE = "verifiers_example"  # the field of a record that the rollout worker passes back to the environment
 _EXPORT = "rl_megatron.data.verifiers"
-_SHOWN = 600  # characters of what a process printed last
+_SHOWN = 600  # how many last characters of a failed process's output a message shows
 
 
 @register_task("verifiers")
@@ -38,7 +38,7 @@ class Verifiers:
 
     Raises:
         ConfigError: The environment cannot be loaded.
-        ValueError: It has too few examples.
+        ValueError: The environment has too few examples.
     """
 
     name: ClassVar[str]
@@ -50,7 +50,7 @@ class Verifiers:
     max_examples: int | None = None
 
     def check_files(self) -> None:
-        """Read the examples. They are not split into two parts, which would need torch."""
+        """Read the examples. Held-out examples are not chosen, because that needs torch."""
         self._read()
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:

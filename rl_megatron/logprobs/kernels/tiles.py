@@ -84,9 +84,9 @@ def _rows_for_all_threads(width: int, device: torch.device) -> int:
 def exponentials(x: Float[Tensor, "rows columns"], out: Float[Tensor, "rows columns"]) -> Float[Tensor, "rows columns"]:
     """Write e^x into `out` and return it. x and `out` are the first rows of a scratch tile, and may be the same.
 
-    In fp32 it is 2^{x·log2 e}, which is three times as fast on some CPUs. This rounds x ≤ 0 once more, by as much as
-    the subtraction of the row's maximum did. The padding between rows is computed too, and further rows until all
-    threads have a part. Each thread's part then ends at the end of a vector, so that every number is vectorised.
+    In fp32 it is 2^{x·log2 e}, which is three times as fast on some CPUs. The product rounds x ≤ 0 once more, by as
+    much as the subtraction of the row's maximum did. Padding between rows is computed too, and so are further rows
+    until all threads have a part. Each part then ends at the end of a vector, so that every number is vectorised.
     """
     if x.dtype == torch.float64:
         return torch.exp(x, out=out)

@@ -1,4 +1,4 @@
-"""The two kernels in plain torch: statistics of each row in one read, its gradient in one read and one write.
+"""The two kernels in plain torch: statistics of each row in one read, and its gradient in one read and one write.
 
 Both process blocks of rows in fp32 scratch tiles that fit in a CPU's cache, so that no buffer of the logits' size is
 allocated. A row's arithmetic does not depend on its block, so results have the same bits in every batch. fp64 logits
@@ -56,7 +56,7 @@ def row_stats(
             continue
         x = _load(logits[rows, :num_columns], temperature, threshold, rows, tile)
         row_max = x.amax(dim=-1)
-        # No shift makes a row with only −inf finite. Under the shift 0 it stays −inf, and its sums are exactly 0.
+        # A row with only −inf cannot be shifted by its maximum. It is shifted by 0, so that its sums are exactly 0.
         x.sub_(row_max.masked_fill(row_max == -torch.inf, 0.0)[:, None])
         stats[rows, 0] = row_max
         if entropy:
@@ -88,8 +88,8 @@ def write_row_gradients(
 
         dz_v = (1/T)·[ p_v·(A − g_H·ℓ_v) + Σ_j g_j·1[v = column_j] ],   ℓ_v = (x_v−M) − log s,  p_v = e^{ℓ_v}
 
-    Columns from num_columns on, and inactive rows, are set to exactly 0 and are never read, so a NaN there has no
-    effect.
+    In columns from num_columns on, and in inactive rows, `out` is exactly 0, and no logit is read, so a NaN there has
+    no effect.
 
     Args:
         out: The gradient to write, [N, V_local].
@@ -163,7 +163,7 @@ def _load(block: Tensor, temperature: Tensor | None, threshold: Tensor | None, r
 
 
 def _zero_rows(gradient: Tensor, inactive: Tensor) -> None:
-    """Set inactive rows to 0. On a CPU only these rows are written; for a GPU, the host would wait for the indices."""
+    """Set inactive rows to 0. Only a CPU writes just these rows; on a GPU, the host would wait for their indices."""
     if inactive.device.type != "cpu":
         gradient.masked_fill_(inactive[:, None], 0.0)
     elif inactive.any():
@@ -209,7 +209,7 @@ def merge_rows(
     logprobs = ((x - row_max) - log_sum).masked_fill(empty, -torch.inf).masked_fill(ignored, 0.0)
     row_entropy = None
     if entropy:
-        # The shift of an empty shard is −inf, and its s is 0.
+        # An empty shard has shift −inf and s = 0, whose product would be NaN.
         t = (weights * (shifted_sums + shift.masked_fill(sums == 0, 0.0) * sums)).sum(dim=0)
         row_entropy = (log_sum - t / s).masked_fill(empty | ignored, 0.0)
     return logprobs, row_entropy, row_max, log_sum, ~(ignored | empty)

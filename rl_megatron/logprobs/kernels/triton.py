@@ -3,11 +3,10 @@
 Three further kernels do the remaining work per row. torch would launch dozens of kernels for it, which takes longer
 than reading the logits of a few thousand rows.
 
-`kernels/torch.py` documents the contract of the functions, which both modules share. x is z · (1/T), one
-multiplication per logit. All x of a row share the rounding of 1/T, which cancels between them. Nothing is tuned at run
-time and there are no atomics, so a row's bits depend only on its own logits and the number of columns. A product and a
-sum are fused only in explicit `fma` calls: x − M must be exactly 0 for the likeliest column, and a product that is not
-rounded would break this.
+`kernels/torch.py` documents the contract of the functions, which both modules share. x is z · (1/T) for a logit z. All
+x of a row share the rounding of 1/T, which cancels between them. Nothing is tuned at run time and there are no atomics,
+so a row's bits depend only on its own logits and the number of columns. A product and a sum are fused only in explicit
+`fma` calls: x − M must be exactly 0 for the likeliest column, and a product that is not rounded would break this.
 
 Import this module only if triton is needed. On a CPU it runs in Triton's interpreter if TRITON_INTERPRET=1 was set
 before the first import of triton.
@@ -399,7 +398,7 @@ def merge_rows_kernel(
         part_s = tl.load(of_part + 1, mask=inside, other=0.0)
         weight = tl.exp2(shift * LOG2_E)
         s += weight * part_s
-        if row_entropy is not None:  # the shift of an empty shard is −inf, and its s is 0
+        if row_entropy is not None:  # an empty shard has shift −inf and s = 0: their product is NaN
             part_t = tl.load(of_part + 2, mask=inside, other=0.0)
             t += weight * (part_t + tl.where(part_s == 0, 0.0, shift) * part_s)
         x += tl.load(of_part + 3, mask=inside, other=0.0)
