@@ -32,10 +32,10 @@ _UNFINISHED_NAME = re.compile(r"\.\d+\.incomplete$")
 
 
 def replace_file(path: Path, content: str | bytes, is_synced: bool = False) -> None:
-    """Replace a file atomically: even if this process is killed meanwhile, it has its old or its whole new content.
+    """Replace a file atomically: even if this process is killed, the file has its old or its whole new content.
 
     With `is_synced`, the content is flushed to the disk before it replaces the old one, so a crash of the machine
-    leaves either of them. If an OSError is raised, nothing of the new content is left.
+    leaves one of the two. If an OSError is raised, nothing of the new content is left.
     """
     # Several processes may write the same file, such as report.html.
     partial = path.with_name(f"{path.name}.{os.getpid()}{_UNFINISHED}")
@@ -55,7 +55,7 @@ def replace_file(path: Path, content: str | bytes, is_synced: bool = False) -> N
 def append(path: Path, content: bytes) -> None:
     """Write to the end of a file, all or nothing: if an OSError is raised, the file is unchanged.
 
-    No other process may write to it.
+    No other process may write to the file.
     """
     size = path.stat().st_size if path.exists() else 0
     try:
@@ -99,7 +99,7 @@ def _remove_stale_directories(parent: Path, kind: str) -> None:
 
 
 def find_system_error(error: BaseException) -> OSError | None:
-    """Return the operating system's error that caused `error`, or None.
+    """Return the operating system's error that caused `error`, or None if none did.
 
     Torch reports a full disk as an unexpected file position, and the real error is only among the causes.
     """
@@ -165,7 +165,7 @@ class WaitingWrites:
         self._has_warned = False
 
     def write(self, queue: str, write: Callable[[], object]) -> None:
-        """Call `write` after the writes that wait in the same queue. While the disk is full, it waits, too.
+        """Call `write` after the writes that wait in the same queue. While the disk is full, `write` waits, too.
 
         An OSError with another cause is raised.
         """

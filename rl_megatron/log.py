@@ -183,7 +183,7 @@ def _tell_launcher(text: str) -> None:
         extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
         try:
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-        except OSError:  # the message is printed anyway; torchrun fails on half a file
+        except OSError:  # the message is printed anyway; torchrun would fail on a truncated file
             Path(path).unlink(missing_ok=True)
 
 

@@ -49,7 +49,7 @@ class HostClock:
 class StreamClock:
     """The clock of a GPU's current stream: the time of a mark is when the work queued before it has ended.
 
-    The host does not wait for the GPU. The time between two marks is known once the GPU has reached the second.
+    The host does not wait for the GPU. The time between two marks is known once the GPU has reached the later mark.
     """
 
     def mark(self) -> torch.cuda.Event:
@@ -59,7 +59,7 @@ class StreamClock:
         return event
 
     def seconds(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float | None:
-        """Return the seconds between two events, or None if the GPU has not reached the second."""
+        """Return the seconds between two events, or None if the GPU has not reached the later event."""
         return began.elapsed_time(ended) / 1000 if ended.query() else None
 
 
@@ -149,7 +149,7 @@ class PhaseTimer:
 
         Args:
             clock: Measures the times; by default the wall clock.
-            memory: Measures the peak memory of outermost phases, or None.
+            memory: Measures the peak memory of outermost phases; None: it is not measured.
             observer: Is called with an outermost phase when it begins, and with None when it ends. If an exception ends
                 the phase, the observer is not called, so that the failure can be attributed to the phase.
         """
@@ -239,7 +239,7 @@ def use_timer(timer: PhaseTimer) -> Iterator[None]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Time the block of a `with` statement as a phase of the timer that is in use, if one is."""
+    """Time the block of a `with` statement as a phase of the timer that is in use, if there is one."""
     if not _IN_USE:
         yield
         return

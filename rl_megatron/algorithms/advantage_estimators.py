@@ -39,8 +39,8 @@ class AdvantageInputs:
         group_size: The number of samples per prompt.
         ranks: The data-parallel ranks that share the step's samples. Its methods return sums, extremes and moments over
             the whole batch; every rank must call them equally often.
-        leave_one_out: This key of the algorithm section.
-        normalize_std: This key of the algorithm section.
+        leave_one_out: The value of algorithm.leave_one_out.
+        normalize_std: The value of algorithm.normalize_std.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class AdvantageInputs:
 
     @property
     def component_rewards(self) -> dict[str, Float[Tensor, " batch"]]:
-        """Return the score of each reward function for each sample, before its weight; NaN if it gave none.
+        """Return the unweighted scores of each reward function, one per sample; NaN if the function gave none.
 
         The rewards of an environment have the name "environment".
         """
@@ -205,7 +205,7 @@ def _group_decoupled(inputs: AdvantageInputs) -> Float[Tensor, " batch"]:
 
 
 class AdvantagesFailed(RunFailed):
-    """A user's advantage estimator failed in a step."""
+    """The error of a user's advantage estimator that failed in a step."""
 
 
 def estimate_advantages(
@@ -224,7 +224,7 @@ def estimate_advantages(
 
 
 def group_for_owners(rollouts: Batch, algorithm: GRPOConfig) -> Tensor | None:
-    """Return a number for each sequence, equal for sequences that one rank must own, or None without such a rule."""
+    """Return a number per sequence, equal for those that one rank must own, or None if ranks may own any sequence."""
     together = get_estimator(algorithm.advantage_estimator).together
     if together == "group":
         return rollouts.trajectories.owner // algorithm.samples_per_prompt

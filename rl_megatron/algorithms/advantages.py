@@ -164,7 +164,7 @@ def whiten(
     chosen = advantages[kept].float()
     whitened = torch.zeros(advantages.shape, device=advantages.device)
     moments = ranks.moments(chosen, correction=1)
-    if not moments.least >= moments.most:  # so that NaN is not taken for equal advantages
+    if not moments.least >= moments.most:  # true for NaN, which then makes the result NaN
         whitened[kept] = ((chosen - moments.mean) / (moments.deviation + _WHITENING_EPSILON)).float()
     return whitened
 

@@ -82,7 +82,7 @@ def _share(number: int, ratio: float) -> int:
 
 
 def _draws(seed: int, numbers: Tensor, lengths: Tensor) -> Tensor:
-    """Return a random number for each token that counts; those of a sequence depend only on `seed` and its number."""
+    """Draw a number for each token that counts. A sequence's draws depend only on `seed` and the sequence's number."""
     draws = [
         np.random.default_rng([seed, number]).random(length, dtype=np.float32)
         for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True)

@@ -1,6 +1,6 @@
 """DPO and its relatives: raise the likelihood of chosen answers over rejected answers.
 
-With a loss that needs no reference policy, such as SimPO, none is kept.
+A reference policy is kept only if the loss needs it; SimPO, for example, does not.
 
 Source: Rafailov et al. 2023, arXiv:2305.18290.
 """

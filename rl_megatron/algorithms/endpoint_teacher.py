@@ -1,4 +1,4 @@
-"""`EndpointTeacher`: a teacher on a server that returns the top-k logprobs of a prompt's tokens, as vLLM's does."""
+"""`EndpointTeacher`: a teacher on a server, such as vLLM, that returns the top-k logprobs of a prompt's tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _READ = ("input_ids", "input_lengths")
 # A text whose tokens differ between vocabularies: words, a number, spaces, letters of two bytes, and brackets.
 _PROBE = "Distillation of 1234567 tokens,\n  naïve façade: {x + 98 = 103}"
 _T = TypeVar("_T")
-Entry = Mapping[str, Mapping[str, Any]]  # of one token: {token id: {"logprob": …}}
+Entry = Mapping[str, Mapping[str, Any]]  # the logprobs at one token: {token id: {"logprob": …}}
 
 
 class TeacherFailed(RunFailed):
-    """An endpoint gave no logprobs during training; the message names it."""
+    """The error of an endpoint that gave no logprobs during training. The message names the endpoint."""
 
 
 class EndpointTeacher:
@@ -39,7 +39,7 @@ class EndpointTeacher:
         """Store the settings; nothing is sent."""
         assert config.url is not None
         self._config, self._ranks, self._url = config, ranks, config.url.rstrip("/")
-        self._runner = asyncio.Runner()  # connections belong to an event loop
+        self._runner = asyncio.Runner()  # one event loop for all calls, because connections belong to their loop
         self._completions = self._endpoint(f"{self._url}/completions")
 
     def _endpoint(self, address: str) -> Endpoint:
@@ -62,8 +62,8 @@ class EndpointTeacher:
                 runner.run(self._check(tokenizer, top_k, longest))
         except (EndpointFailed, TimeoutError) as error:
             raise ConfigError(
-                f"algorithm.teachers: {error}; a teacher's server needs vLLM's /tokenize and prompt_logprobs of its "
-                f"completions, with at least {top_k} (vllm serve --max-logprobs); start such a server, lower "
+                f"algorithm.teachers: {error}; a teacher's server must have vLLM's /tokenize, and completions with "
+                f"at least {top_k} prompt_logprobs (vllm serve --max-logprobs); start such a server, lower "
                 "algorithm.top_k, or name a teacher by path"
             ) from error
 
@@ -88,7 +88,7 @@ class EndpointTeacher:
         await completions.post(self._body(start, top_k), partial(_read_logprobs, start, top_k))
 
     def topk_logits(self, batch: Batch, k: int, batching: Batching) -> tuple[Tensor, Tensor]:
-        """Return (logprobs [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t is read after token t."""
+        """Return (logprobs [B, S, k] fp32, ids [B, S, k] int64), largest first. Entry t predicts token t+1."""
         top = self._ask_all(batch, k, lambda read, ids: _pick_largest(read[1:], k, len(ids)))
         logprobs, ids = zip(*top, strict=True)
         return _pad(logprobs, batch).float(), _pad(ids, batch).long()
@@ -138,7 +138,7 @@ class EndpointTeacher:
 
 
 def _read_tokens(answer: Any) -> tuple[list[int], int | None]:
-    """Return the ids of an answer of /tokenize, and the longest sequence that the model reads, if the answer has it."""
+    """Return the token ids in an answer of /tokenize, and the model's maximum length, or None if that is missing."""
     try:
         return [int(token) for token in answer["tokens"]], answer.get("max_model_len")
     except (KeyError, TypeError, ValueError) as error:
@@ -160,7 +160,7 @@ def _read_logprobs(ids: Sequence[int], k: int, answer: Any) -> Sequence[Entry]:
 
 
 def _pick_largest(entries: Sequence[Entry], k: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest logprobs of each entry, [length, k], and their ids. The last token has none, and gets 0."""
+    """Return the k largest logprobs of each entry, and their ids, [length, k] each. The last token gets zeros."""
     logprobs, ids = torch.zeros(length, k), torch.zeros(length, k, dtype=torch.int64)
     for index, entry in enumerate(entries):
         pairs = sorted(((float(value["logprob"]), int(token)) for token, value in entry.items()), reverse=True)[:k]
@@ -169,7 +169,7 @@ def _pick_largest(entries: Sequence[Entry], k: int, length: int) -> tuple[Tensor
 
 
 def _pad(values: Sequence[Tensor], batch: Batch) -> Tensor:
-    """Return the values of this rank's sequences, [n, S, …], padded with 0, from those of all ranks."""
+    """Return the values of this rank's sequences, [n, S, …], padded with 0. `values` has those of all ranks."""
     padded = values[0].new_zeros(len(values), batch["input_ids"].size(1), *values[0].shape[1:])
     for sequence, unpadded in zip(padded, values, strict=True):
         sequence[: len(unpadded)] = unpadded

@@ -63,7 +63,7 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int,
 
 
 def describe_imbalance(num_desirable: int, num_undesirable: int, cfg: KTOLossConfig) -> str | None:
-    """Return a warning if one label has much more influence than the other, or None."""
+    """Return a warning, or None if neither label has much more influence than the other."""
     if not num_desirable or not num_undesirable:
         label, other = ("desirable", "undesirable") if num_desirable else ("undesirable", "desirable")
         return (

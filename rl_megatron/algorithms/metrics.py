@@ -100,7 +100,13 @@ ASYNCHRONOUS = declare_metrics(
         "partial_trajectories", "trajectories", "Trajectories with tokens of several versions of the weights.", "sum"
     ),
     Metric("dropped_groups", "groups", "Groups that no step learns from, for any reason.", "sum", "lower"),
-    Metric("dropped_groups_too_old", "groups", "Dropped groups that were older than the bound.", "sum", "lower"),
+    Metric(
+        "dropped_groups_too_old",
+        "groups",
+        "Dropped groups that were older than rollout.max_trajectory_age_steps.",
+        "sum",
+        "lower",
+    ),
     Metric(
         "dropped_groups_not_in_time",
         "groups",
@@ -109,8 +115,8 @@ ASYNCHRONOUS = declare_metrics(
         "lower",
     ),
     Metric("refilled_groups", "groups", "Groups that were started to replace dropped ones.", "sum"),
-    Metric("running_groups", "groups", "Groups still being sampled when the step receives its own.", "last"),
-    Metric("ready_groups", "groups", "Complete groups that then wait for later steps.", "last"),
+    Metric("running_groups", "groups", "Groups that are still being sampled when the step has its groups.", "last"),
+    Metric("ready_groups", "groups", "Complete groups that wait for later steps when the step has its groups.", "last"),
     Metric(
         "engine_idle",
         "1",
@@ -200,7 +206,7 @@ ROLLOUT = declare_metrics(
     Metric(
         "masked_groups",
         "groups",
-        "The groups that are not learned from because a trajectory failed, or too many with mask_sample.",
+        "The groups that are not learned from because a trajectory failed (with mask_sample: too many failed).",
         "sum",
         "lower",
         healthy="0",

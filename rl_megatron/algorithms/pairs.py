@@ -31,7 +31,7 @@ LOGPROB_PAIRS = pair_loss(
 
 
 def uses_reference(stage: StageConfig) -> bool:
-    """Return whether the stage's loss reads the reference's logprobs. Without `required_keys`, assume it does."""
+    """Return whether the stage's loss may read the reference's logprobs; any loss without `required_keys` may."""
     return _REFERENCE in getattr(configured_loss(stage.loss), "required_keys", (_REFERENCE,))
 
 

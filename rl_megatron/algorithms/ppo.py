@@ -70,7 +70,7 @@ def ppo(loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: PPOConf
         rollouts, report = sampler.collect(step)
         rollouts = policy.distribute(rollouts, groups=whole_trajectories(rollouts))
         learns = step > algorithm.critic_warmup_steps
-        # Logprobs are reported in every step, even if no training step computes them.
+        # During the critic's warm-up, no policy loss computes logprobs, but `logprob_mismatch` needs them.
         rollouts = add_logprobs(
             rollouts, policy, recompute=(recompute or not learns) and not from_engine, reference=reference,
             from_engine=from_engine,

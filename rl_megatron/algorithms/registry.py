@@ -31,7 +31,7 @@ class LossNeeds:
 
     Attributes:
         uses: What the loss must use, in words for messages: "advantages".
-        suits: Returns whether a loss uses it.
+        suits: Returns whether a loss uses what `uses` names.
         batch_keys: The keys of the algorithm's batches.
         choices: The losses that suit, for messages: "dpo or ipo".
     """

@@ -34,7 +34,7 @@ ROLLOUT_KEYS = frozenset(
 
 
 def _uses_advantages(loss_fn: LossFunction) -> bool:
-    return "advantages" in getattr(loss_fn, "required_keys", ("advantages",))  # without `required_keys`, assume it does
+    return "advantages" in getattr(loss_fn, "required_keys", ("advantages",))  # without required_keys, it may use them
 
 
 ROLLOUT_LOSS = LossNeeds("advantages", _uses_advantages, ROLLOUT_KEYS, "clipped_pg")
@@ -61,7 +61,7 @@ def check_problems(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, 
 
 
 def check_policy_gradient(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Run `check_problems`, and check that the loss does not need logprobs that are not recomputed."""
+    """Run `check_problems`, and refuse algorithm.recompute_logprobs=never for a loss that needs `prev_logprobs`."""
     algorithm: PolicyGradientConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
     recomputes_logprobs(stage, algorithm, rollout_loss(stage))
     return check_problems(stage, tokenizer)
@@ -122,7 +122,7 @@ def kl_in_reward(loss_fn: LossFunction) -> float:
 
 
 def _kl_settings(loss_fn: LossFunction) -> ClippedPGLossConfig | None:
-    """Return the settings of a loss whose KL penalty is part of the reward, or None for another loss."""
+    """Return the settings of a loss whose KL penalty is part of the reward, or None if the penalty is not."""
     cfg = getattr(loss_fn, "cfg", None)
     return cfg if getattr(cfg, "use_kl_in_reward", False) else None
 
@@ -139,7 +139,7 @@ def rewards_per_token(rollouts: BatchedDataDict, index: TrajectoryIndex, loss_fn
     """
     kl = _kl_of_tokens(rollouts, loss_fn)
     at_end, of_turns = rollouts["rewards"].float(), rollouts.get(TURN_REWARDS)
-    if of_turns is not None:  # turn rewards stay at their tokens; the rest is at the last one
+    if of_turns is not None:  # turn rewards stay at their tokens; the rest of the reward is at the last token
         at_end = torch.where(index.is_last(), at_end - index.spread(index.total(of_turns.sum(1))), 0.0)
     rewards = token_rewards(at_end, rollouts["token_mask"], kl, kl_in_reward(loss_fn))
     return rewards if of_turns is None else rewards + of_turns

@@ -111,7 +111,7 @@ class Teachers:
         return cls(models, shares, batching, k, data_sets)
 
     def find_whole_teacher(self, loss_fn: LossFunction) -> Teacher | None:
-        """Return the teacher whose logits of all ids the loss reads in training steps, or None."""
+        """Return the teacher whose logits of all ids the loss reads, or None if the loss does not read such logits."""
         if not WHOLE_KEYS & set(getattr(loss_fn, "required_keys", ())):
             return None
         first = self.models[0]

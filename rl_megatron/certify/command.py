@@ -91,7 +91,7 @@ def _certify(config: RunConfig) -> int:
         worst = next(find_failures(differences), None)
         console = Console(width=None if sys.stdout.isatty() else _WIDTH_IN_FILES)
         options = ", fused head" * first.train.fused_head + ", overlapped" * first.optimizer.overlap
-        console.print(f"{layout.describe()}{options}, {device.type}; compared with one process, both in fp32")
+        console.print(f"{layout.describe()}{options}, on {device.type}, compared with one process; both run in fp32")
         console.print(_build_table(differences, measured, batching))
         console.print(_describe_verdict(worst, time.perf_counter() - started))
         return 0 if worst is None else 1

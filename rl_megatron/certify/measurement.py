@@ -45,7 +45,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Difference:
-    """The error of one quantity, in a layout compared with one process.
+    """The error of one quantity in a layout, compared with one process.
 
     Attributes:
         quantity: The name of the quantity.

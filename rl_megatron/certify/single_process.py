@@ -35,7 +35,7 @@ class Reference:
     """`run_in_one_process` in a new process, which runs at the same time as the layout. It owns the process."""
 
     def __init__(self, workload: Workload, directory: Path, device: str, plugins: Sequence[str] = ()):
-        """Start the process. Files in `directory` carry its results; it imports `plugins`, which may define losses."""
+        """Start the process. It writes its results to `directory`, and imports `plugins`, which may define losses."""
         self._result = directory / "reference.pt"
         environment = build_child_environment()
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # so that the plugins are found

@@ -74,7 +74,7 @@ class Workload:
         optimizer: The optimizer of the one step that is taken.
         fused_head: The fused head, or None for whole logits.
         precision: "fp32" or "bf16".
-        peft: The adapters that are trained, or None.
+        peft: The adapters that are trained, or None if all weights are trained.
     """
 
     model: ModelConfig

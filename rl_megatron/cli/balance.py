@@ -24,7 +24,7 @@ def balance(config: RunConfig, options: argparse.Namespace) -> int:
 def choose_engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, first: int | None) -> int:
     """Return how many of `nodes` nodes should run the servers of the rollout engine.
 
-    Until a step was measured, they are as near as possible to `first`, or to half of the nodes.
+    Until a step was measured, the number is as near as possible to `first`, or to half of `nodes`.
     """
     for option, value, least in (("nodes", nodes, 2), ("ranks-per-node", ranks_per_node, 1)):
         if value < least:

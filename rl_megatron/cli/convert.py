@@ -21,7 +21,7 @@ _SUFFIXES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB"
 
 
 def import_directory(source: str, target: str, base: str | None) -> None:
-    """Convert a Hugging Face directory, or adapters of checkpoint `base`, to a checkpoint, and print how to use it."""
+    """Convert a Hugging Face directory, or adapters for checkpoint `base`, to a checkpoint, and print how to use it."""
     check_import(Path(source), Path(target), None if base is None else Path(base))
     from rl_megatron.checkpoint import hf_convert, unused_rows  # here, because they import torch and megatron-core
 
@@ -67,11 +67,11 @@ def export_checkpoint(
     limit = MAX_SHARD_BYTES if max_shard_size is None else parse_size(max_shard_size)
     is_adapter = check_export(Path(source), Path(target), adapter)
     if merge and not is_adapter:
-        raise ConfigError(f"--merge is for an adapter, but checkpoint {source} holds a whole model; leave it out")
+        raise ConfigError(f"--merge is for an adapter, but checkpoint {source} holds a whole model; leave out --merge")
     if cut_vocabulary and is_adapter and not merge:
         raise ConfigError(
-            f"--cut-vocabulary is for whole models, but checkpoint {source} holds an adapter; add --merge, or leave it "
-            "out"
+            f"--cut-vocabulary is for whole models, but checkpoint {source} holds an adapter; add --merge, or leave "
+            "out --cut-vocabulary"
         )
     from rl_megatron.checkpoint import hf_convert, unused_rows  # here, because they import torch and megatron-core
 

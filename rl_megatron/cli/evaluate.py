@@ -35,8 +35,8 @@ class PreparedEvaluation:
     """The inputs of `eval`, after all checks that need no torch.
 
     Attributes:
-        identity: Identifies the weights.
-        baseline: The results of another evaluation, or None.
+        identity: What identifies the weights: their path, and a digest or sizes.
+        baseline: The results of another evaluation, or None if `--baseline` is not set.
     """
 
     tokenizer: Tokenizer

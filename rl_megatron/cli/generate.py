@@ -88,7 +88,7 @@ def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedGeneratio
             f"--samples-per-prompt {options.samples_per_prompt}: greedy samples of a prompt are all the same; leave it "
             "out, or sample (without --greedy, generation.temperature above 0)"
         )
-    if log.is_main_rank():  # which alone writes to it
+    if log.is_main_rank():  # only rank 0 writes to it
         check_output(Path(options.output))
     tokenizer = build_weights_tokenizer(stage)
     identity = check_weights(weights, stage, tokenizer)

@@ -90,7 +90,7 @@ def complete(action: str, commands: Iterable[str], with_overrides: Iterable[str]
     """Print a script that installs the completion in bash, or the completions of the line that bash asks about.
 
     Args:
-        action: "install=bash", "uninstall=bash" or, which the script calls, "query=bash".
+        action: "install=bash", "uninstall=bash", or "query=bash", which the installed script calls.
         commands: The names of all commands.
         with_overrides: The names of the commands that take overrides.
     """
@@ -129,7 +129,7 @@ def list_completions(line: str, commands: Iterable[str], with_overrides: Iterabl
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options with a value, and the overrides, of the words after a command."""
+    """Split the words after a command into options with their values, and overrides."""
     options, overrides, rest = {}, [], iter(words)
     for word in rest:
         if word in _WITH_VALUE:

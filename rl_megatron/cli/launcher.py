@@ -1,4 +1,4 @@
-"""Start ranks with torchrun's arguments, and report one clear end of the run: `rl_megatron.cli.launcher`.
+"""Start ranks with torchrun's arguments, and report in one line how the run ended: `rl_megatron.cli.launcher`.
 
 It differs from `torchrun` in how it handles the ends of ranks, and in its store:
 
@@ -137,7 +137,7 @@ def _estimate_seconds_to_end() -> float:
 
 
 def _read_message(failure: ProcessFailure) -> str | None:
-    """Return the message that a rank wrote to its error file (`log.error`), or None."""
+    """Return the message that a rank wrote to its error file (`log.error`), or None if it wrote none."""
     data: Any = failure.error_file_data["message"] if Path(failure.error_file).is_file() else None
     return data["message"] if isinstance(data, dict) else data
 
@@ -151,7 +151,7 @@ def _report(failures: dict[int, ProcessFailure]) -> int:
     """Print how the run failed, unless the ranks have reported it, and return the exit status."""
 
     def get_order(rank: int) -> tuple[int, int, int]:
-        # A killed rank makes others fail. SIGTERM comes from the launcher's agent, which then ends the others.
+        # Killed ranks come first, because they make others fail. SIGTERM comes last: the agent sends it to the others.
         failure = failures[rank]
         kind = 2 if failure.exitcode == -signal.SIGTERM else int(failure.exitcode > 0)
         return kind, failure.timestamp, rank
@@ -163,7 +163,7 @@ def _report(failures: dict[int, ProcessFailure]) -> int:
     message = _read_message(failure)
     if message is not None:
         if 0 in failures and _read_message(failures[0]) is None:
-            print("error:", message, file=sys.stderr)  # rank 0 was ended before it could print it
+            print("error:", message, file=sys.stderr)  # rank 0 was ended before it could print the message
     elif failure.exitcode != STOPPED:
         how = f"with status {failure.exitcode}" if failure.exitcode > 0 else f"killed by {failure.signal_name()}"
         print(
@@ -194,7 +194,7 @@ class _RendezvousUnpickler(pickle.Unpickler):
     """An unpickler of the state of a `c10d` rendezvous, which is in a store that others may write to."""
 
     def find_class(self, module: str, name: str) -> object:
-        """Return a class that describes a rendezvous."""
+        """Return a class that describes a rendezvous, and refuse all others."""
         if name in _RENDEZVOUS_CLASSES.get(module, ()) or (module, name) == ("builtins", "set"):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"the state of the rendezvous names {module}.{name}, which does not belong to it")

@@ -108,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "plan":
             _add_plan(command)
         if name in ("train", "doctor"):
-            nodes = "HOST:PORT of nodes, with commas between them, on which `serve` runs the rollout engine's servers"
+            nodes = "comma-separated HOST:PORT of the nodes on which `serve` runs the rollout engine's servers"
             command.add_argument("--server-nodes", metavar="NODES", help=nodes)
         if name == "serve":
             _add_serve(command)
@@ -180,7 +180,7 @@ def _add_plan(command: argparse.ArgumentParser) -> None:
     command.add_argument("--stage", metavar="NAME", help="the stage; by default the last")
     how = command.add_mutually_exclusive_group()
     how.add_argument("--exact", action="store_true", help="run all layers; by default deep stacks run at two depths")
-    how.add_argument("--closed-forms", action="store_true", help="run nothing: closed forms alone, which is fast")
+    how.add_argument("--closed-forms", action="store_true", help="estimate by closed forms, without running anything")
     command.add_argument("--search", action="store_true", help="rank the layouts of these GPUs, fastest first")
     command.add_argument("--top", type=int, default=10, metavar="N", help="layouts that --search shows; by default 10")
     verify = "run the best layouts of --search until N of them fit; by default 1"

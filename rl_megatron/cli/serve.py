@@ -60,7 +60,8 @@ def serve(config: RunConfig, options: argparse.Namespace) -> int:
     stop = threading.Event()
     for number in _END_SIGNALS:
         signal.signal(number, lambda *_: stop.set())
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks the ranks to end after a step, which may need the servers
+    # SIGUSR1 asks the ranks to end after a step, and that step may need the servers.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         servers.run(stop)
     except EngineFailed as error:

@@ -107,7 +107,7 @@ def _combine(overrides: list[str], config_dir: str | None) -> list[tuple[list[st
     swept: set[str] = set()
     with hydra_session(config_dir) as hydra:
         parser, state = OverridesParser.create(config_loader=hydra.config_loader), random.getstate()
-        random.seed(0)  # shuffle(…) gives every rank the same order
+        random.seed(0)  # so that shuffle(…) gives every rank the same order
         try:
             for override in overrides:
                 (parsed,) = parser.parse_overrides([override])
@@ -169,7 +169,7 @@ def _run_in_process(run: Callable[[list[str]], int], arguments: list[str], envir
 
 
 def _open_store() -> Store | None:
-    """Return the store in which the ranks meet: the launcher's, or else one that rank 0 opens; None without ranks."""
+    """Return the store in which the ranks meet: the launcher's, or one that rank 0 opens. None: there are no ranks."""
     if "RANK" not in os.environ:
         return None
     import torch.distributed as dist  # slow to import
@@ -226,7 +226,7 @@ def _wait_for_all_statuses(status: int, number: int, store: Store) -> int:
 
 
 def _leave(store: Store) -> None:
-    """Report to the other ranks that this one no longer uses the store. Rank 0 may own it, and leaves last."""
+    """Report to the other ranks that this rank no longer uses the store. Rank 0 may own it, so rank 0 leaves last."""
     store.add("sweep/left", 1)
     if log.is_main_rank():
         _wait_for_all("sweep/left", store)

@@ -25,7 +25,7 @@ _SLOW_NCCL = 1e9  # bytes a second, which TCP also reaches
 
 
 def join_ranks(device: str, timeout_minutes: float = _TIMEOUT_MINUTES) -> tuple[torch.device | None, list[Finding]]:
-    """Join the process group as a run does, and return the rank's device, or None and the problem."""
+    """Join the process group as a run does. Return the rank's device, or None and the problem if that fails."""
     try:
         torch_device = start_device(device, timeout_minutes)
         probe = torch.ones(1, device=torch_device)

@@ -1,4 +1,4 @@
-"""Check the GPUs of this machine: the driver, torch's build, the ranks, and what others use."""
+"""Check the GPUs of this machine: the driver, torch's build, the number of ranks, and memory that is in use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Gpus:
         used: The share of each GPU's memory that is in use.
         driver: The driver's version.
         cuda: The newest CUDA version that the driver supports.
-        failure: Why `nvidia-smi` gave no answer although it is installed, or None.
+        failure: Why `nvidia-smi` failed, or None if it did not fail or is not installed.
     """
 
     names: tuple[str, ...] = ()
@@ -131,5 +131,5 @@ def _check_use(gpus: Gpus) -> list[Finding]:
     busy = [f"GPU {index} ({share:.0%})" for index, share in enumerate(gpus.used) if share > _USED_SHARE]
     if not busy:
         return []
-    remedy = "end the other processes, which nvidia-smi lists; a run that has begun already is one of them"
+    remedy = "end the other processes, which nvidia-smi lists, unless they are a run of yours"
     return [warning(_CHECK, f"memory is in use on {', '.join(busy)}", remedy)]

@@ -49,7 +49,7 @@ class Transfer:
 
 
 def ok(check: str, message: str) -> Finding:
-    """Return a finding without anything to do."""
+    """Return the finding of a check that passed."""
     return Finding(check, "ok", message)
 
 

@@ -70,7 +70,7 @@ def check_ports(config: RunConfig | None = None, environment: Mapping[str, str] 
         checked.append(int(port))
         obstacle = _find_obstacle(environment.get("MASTER_ADDR", "localhost"), int(port))
         if obstacle is not None:
-            remedy = "set another MASTER_PORT, the same on all nodes, or end what uses it (ss -ltnp)"
+            remedy = "set another MASTER_PORT, the same on all nodes, or end the process that uses it (ss -ltnp)"
             findings.append(problem("ports", f"MASTER_PORT={port} cannot be used: {obstacle}", remedy))
     for section in _list_server_sections(config):
         for number in range(section.port, section.port + section.num_servers) if section.port else ():
@@ -79,7 +79,7 @@ def check_ports(config: RunConfig | None = None, environment: Mapping[str, str] 
             if obstacle is not None:
                 message = f"{section.key}.port={section.port}: a server cannot listen at port {number}: {obstacle}"
                 findings.append(problem("ports", message, f"set {section.key}.port=null, which takes a free port"))
-    message = f"free: {', '.join(map(str, checked))}" if checked else "none is fixed; free ones are chosen"
+    message = f"free: {', '.join(map(str, checked))}" if checked else "no port is fixed; free ports are chosen"
     return findings or [ok("ports", message)]
 
 
@@ -94,7 +94,7 @@ def _list_server_sections(config: RunConfig | None) -> list[ServersConfig]:
 
 
 def _find_obstacle(host: str, port: int) -> str | None:
-    """Return why this node cannot listen at an address, or None; the address of another node counts as free."""
+    """Return why this node cannot listen at an address, or None if it can. Another node's address counts as free."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:

@@ -42,7 +42,7 @@ class Installed:
         return [needed for needed in requirements if needed.marker is None or needed.marker.evaluate({"extra": ""})]
 
     def find_module(self, name: str) -> Path | None:
-        """Return the directory of a package, or the file of a module, at the top level; None if there is none."""
+        """Return the directory of a top-level package or the file of a top-level module, or None if it is not found."""
         spec = machinery.PathFinder.find_spec(name, self._path)
         if spec is None:
             return None
@@ -50,7 +50,7 @@ class Installed:
         return Path(directories[0]) if directories else Path(spec.origin) if spec.origin else None
 
     def find_torch_cuda(self) -> tuple[int, int] | None:
-        """Return the CUDA version that torch was built for, or None for a CPU build or without torch."""
+        """Return the CUDA version that torch was built for, or None if torch is a CPU build or not installed."""
         torch = self.find_module("torch")
         if torch is None or not (torch / "version.py").is_file():
             return None
@@ -64,7 +64,7 @@ class Installed:
 
 
 def check_versions(installed: Installed, python: tuple[int, int] | None = None) -> list[Finding]:
-    """Compare the versions of this package's requirements, and of their requirements, with what is installed."""
+    """Check that what is installed fits the requirements of this package and of its main dependencies."""
     python = python or (sys.version_info.major, sys.version_info.minor)
     findings = [*_check_python(installed, python), *_check_ranges(installed), *_check_requirements(installed)]
     if findings:

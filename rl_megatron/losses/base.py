@@ -176,11 +176,11 @@ class Loss(ABC):
         return call
 
     def name_of(self, tensor: Tensor) -> str:
-        """Return the keyword of a tensor that is the first positional argument."""
+        """Return the keyword that a tensor stands for as the first positional argument."""
         return self.output_name
 
     def streams(self, data: Mapping[str, object], like: Tensor) -> TokenStreams:
-        """Check that the keys of `evaluate` exist, and return data's streams on the device of `like`.
+        """Check that data has the keys that `evaluate` reads, and return data's streams on the device of `like`.
 
         Their dtype is that of `like`, but at least fp32.
         """
@@ -205,7 +205,7 @@ class LogprobLoss(Loss):
     input_names = ("next_token_logprobs",)
 
     def name_of(self, tensor: Tensor) -> str:
-        """Return the keyword of a first positional tensor: logits have one more dimension than logprobs."""
+        """Return the keyword that a first positional tensor stands for: logprobs have 2 dimensions, and logits 3."""
         return self.input_names[0] if tensor.dim() == 2 else self.output_name
 
     @property

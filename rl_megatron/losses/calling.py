@@ -45,7 +45,7 @@ class Call:
 
     Attributes:
         output: The model's output, or None if the call has streams instead.
-        sharding: How the output is distributed over ranks. It is not used without an output.
+        sharding: How the output is distributed over ranks. It is not used if `output` is None.
         vocab_parallel_rank: The caller's value. It is only checked, because the group knows its own rank.
         keywords: All other keywords: streams, and options of the loss's `evaluate`.
     """

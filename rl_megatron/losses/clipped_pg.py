@@ -107,8 +107,8 @@ class ClippedPGLossFn(LogprobLoss):
     TRL's GMPOTrainer computes the same as use_gmpo=True with token_level_loss=False, for advantages that are equal over
     a sequence.
 
-    TRL's "bnpo" differs: it is a mean of the microbatches' means. TRL's delta equals ratio_clip_c only if delta is at
-    least 1 + ratio_clip_max. TRL differentiates the KL without the tokens' probability unless use_bias_correction_kl is
+    TRL's "bnpo" differs: it averages the microbatches' means. TRL's delta equals ratio_clip_c only if delta is at least
+    1 + ratio_clip_max. TRL's gradient of the KL ignores that sampling depends on π, unless use_bias_correction_kl is
     set. TRL's RLOOTrainer, on-policy, computes the same as disable_ppo_ratio with fixed_sequence_length=1.
 
     Shapes and errors: see `Loss.evaluate`. Advantages are [B, S] or [B].
@@ -328,7 +328,7 @@ def policy_ratio(
     log_ratio = logprobs - prev_logprobs
     if cfg.sequence_level_importance_ratios:
         log_ratio = F.sequence_log_ratio(log_ratio, mask)
-    if cfg.use_gmpo:  # its clip range bounds the log-ratio
+    if cfg.use_gmpo:  # GMPO's clip range bounds the log-ratio
         return F.bounded_exp(log_ratio), F.bounded_exp(log_ratio.clamp(-cfg.ratio_clip_min, cfg.ratio_clip_max))
     ratio = F.bounded_exp(log_ratio)
     return ratio, F.clip_ratio(ratio, below=cfg.ratio_clip_min, above=cfg.ratio_clip_max)
@@ -498,7 +498,7 @@ def generation_metrics(
     )
     weight_mean = means.over_sequences if cfg.sequence_level_importance_ratios else means.over_tokens
     metrics["sampling_importance_ratio"] = weight_mean(weights)
-    bounded = weights.clamp(max=math.exp(F.MAX_LOG_RATIO))  # so that a square is finite
+    bounded = weights.clamp(max=math.exp(F.MAX_LOG_RATIO))  # so that its square is finite
     metrics["sampling_importance_ratio_square"] = weight_mean(bounded.square())
     metrics["approx_entropy"] = -means.over_tokens(F.bounded_exp(logprobs - generation_logprobs) * logprobs)
     if cfg.truncation_type is not None:

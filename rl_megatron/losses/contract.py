@@ -51,7 +51,7 @@ class Reduction(enum.Enum):
     def table(
         cls, *sums: str, minima: Iterable[str] = (), maxima: Iterable[str] = ()
     ) -> MappingProxyType[str, Reduction]:
-        """Return a mapping for `Loss.metric_reductions`, from metrics that are listed by how they reduce."""
+        """Return the mapping for `Loss.metric_reductions` from the names of metrics, listed by reduction."""
         by_kind = {cls.SUM: sums, cls.MIN: minima, cls.MAX: maxima}
         return MappingProxyType({name: kind for kind, names in by_kind.items() for name in names})
 
@@ -77,7 +77,7 @@ def is_loss_function(candidate: object) -> bool:
 
 
 def takes_logprobs(loss_fn: object) -> bool:
-    """Return whether an object has the input_type LOGPROB, or is a function of `next_token_logprobs` without one."""
+    """Return whether an object has the input_type LOGPROB, or is a function of logprobs that has no input_type."""
     if hasattr(loss_fn, "input_type") or not inspect.isfunction(loss_fn):
         return getattr(loss_fn, "input_type", None) is LossInputType.LOGPROB
     return "next_token_logprobs" in inspect.signature(loss_fn).parameters

@@ -211,7 +211,7 @@ class DraftLossWrapper(Loss):
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
         policy = self.loss_fn.read_output(output, data, sharding)
         # The draft's forward comes last, so that its backward runs first. The policy's backward overwrites the policy's
-        # logits, which are the draft's teacher, with their gradient. In the other order the operator would raise.
+        # logits, which are the draft's teacher, with their gradient. In the other order, the draft's backward raises.
         name = self.display_name
         student = require_real(require(data, "student_logits", name), "data['student_logits']", name)
         draft = self.draft_loss_fn.read_output(student, {**data, "teacher_logits": output.detach()}, sharding)

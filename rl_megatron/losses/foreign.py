@@ -93,7 +93,7 @@ class CalledLoss(Loss):
         counts = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
         try:
             return self._loss_fn(output, data=data, **counts, **describe_sharding(sharding))
-        except NaNLoss as error:  # the caller informs all ranks: an error on one alone would leave the others waiting
+        except NaNLoss as error:  # the caller informs all ranks: if one raised alone, the others would wait for it
             return error.loss, error.metrics
 
     def __call__(self, *args: Any, **keywords: Any) -> tuple[Tensor, dict[str, Any]]:

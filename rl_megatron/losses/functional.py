@@ -20,10 +20,10 @@ MAX_LOG_RATIO = 20.0
 # would be 0 · ∞ = NaN.
 _LARGEST_EXPONENT = 80.0
 
-# Two forward passes of one policy differ by less than this in fp32, in nats.
+# The logprobs of two forward passes of one policy differ by less than this in fp32.
 _ROUNDING = 1e-4
 
-# A probability of 1 has infinite odds.
+# The bound of logprobs in `log_odds`, because a probability of 1 has infinite odds.
 _LARGEST_LOGPROB = -1e-6
 
 
@@ -152,7 +152,7 @@ def kl_penalty(
 def score_function_weight(logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return e^{lp − sg(lp)} (lp: logprobs, sg: stop-gradient). Its value is 1, and its gradient is ∇lp.
 
-    Multiplied by it, a KL estimate k has the additional gradient term k·∇log π. Without this term, the gradient
+    A KL estimate k that is multiplied by it has the additional gradient term k·∇log π. Without this term, the gradient
     of E_π[k] would ignore that the expectation itself depends on π.
 
     Source: Tang & Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv:2506.09477).
@@ -163,7 +163,7 @@ def score_function_weight(logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*
 def importance_weight(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return exp(log_ratio), or 0 if that is NaN or infinite: tokens without a representable weight are left out."""
     representable = torch.isfinite(log_ratio.exp())
-    # Without the inner where, the derivative of an overflow would be 0 · ∞ = NaN.
+    # Without the inner `where`, the derivative at an overflow would be 0 · ∞ = NaN.
     return torch.where(representable, torch.where(representable, log_ratio, 0.0).exp(), 0.0)
 
 
@@ -297,7 +297,7 @@ def mean_k3_above(
 def any_token_below(
     log_ratio: Float[Tensor, "batch tokens"], mask: Shaped[Tensor, "batch tokens"], low: float
 ) -> Bool[Tensor, "batch tokens"]:
-    """Return, for every token, whether exp(log_ratio) is below `low`, NaN or infinite at a token of its sequence.
+    """Return, for every token, whether an unmasked exp(log_ratio) of its sequence is below `low`, NaN or infinite.
 
     Raises:
         ValueError: `low` is not above 0.

@@ -20,7 +20,7 @@ from rl_megatron.data.token_keys import is_token_key
 
 
 def require(data: Mapping[str, object], key: str, loss: str) -> Any:
-    """Return data[key]. If the batch does not have the key, the message names the nearest one that it has."""
+    """Return data[key]. If the key is missing, the error names the most similar key of the batch."""
     if key not in data:
         raise KeyError(f"{loss} needs data[{key!r}], which the batch does not have{nearest(key, data)}")
     return data[key]
@@ -67,7 +67,7 @@ def find_nan(
     next_token_keys: Collection[str] = frozenset(),
     is_wanted: Callable[[Tensor], Tensor] = torch.isnan,
 ) -> str | None:
-    """Return the name and position of the first NaN that is not masked, such as "data['advantages'][2, 5]", or None.
+    """Return the place of the first unmasked NaN, such as "data['advantages'][2, 5]", or None if there is none.
 
     It explains why a loss is NaN. The required data is searched first, then the model's streams, then all other data.
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.text import Text
 
-_TRAINED = ("black on green", "black on bright_green")  # in turns, so that token boundaries are visible
+_TRAINED = ("black on green", "black on bright_green")  # they alternate, so that token boundaries are visible
 _SPECIAL = "bold magenta"
 _BAR_WIDTH = 48  # characters of a pack's bar
 _LEGEND = (
@@ -62,7 +62,7 @@ class Token:
 
     Attributes:
         id: Its number in the vocabulary.
-        text: Its text after another token.
+        text: Its text if it follows another token.
         trained: Whether it counts in the loss.
         special: Whether it is a special token, such as end-of-sequence, rather than text.
     """
@@ -81,7 +81,7 @@ class ShownSequence:
         title: Its number, and whether it is the chosen or the rejected one of a pair.
         tokens: Its tokens, without padding.
         padding: The number of padding positions after it in its microbatch.
-        note: More about it, such as the reference answer; it may be empty.
+        note: Further information, such as the reference answer; may be empty.
     """
 
     title: str
@@ -123,7 +123,7 @@ class BatchView:
 
     Attributes:
         title: The stage and the step.
-        facts: Names and values.
+        facts: The names and values that are shown above the sequences.
         has_mask: Whether the sequences have a loss mask; prompts do not.
     """
 
@@ -151,7 +151,7 @@ class BatchView:
 
 
 def print_batch(console: Console, view: BatchView, show_ids: bool = False) -> None:
-    """Print a view, with colours in a terminal; elsewhere brackets mark what is trained, and no line is broken."""
+    """Print a view, with colours in a terminal; elsewhere, brackets mark trained tokens, and lines are not wrapped."""
     _print(console, Text(view.title, style="bold"))
     width = max(len(name) for name, _ in view.facts) + 2
     for name, value in view.facts:
@@ -195,7 +195,7 @@ def draw_pack(group: ShownGroup) -> str:
 
 
 def mark_tokens(tokens: Sequence[Token]) -> str:
-    """Return the text of tokens with `⟦…⟧` around what is trained and `«…»` around special tokens."""
+    """Return the text of tokens with `⟦…⟧` around trained tokens and `«…»` around special tokens."""
     parts = []
     for trained, span in groupby(zip(tokens, _show_texts(tokens), strict=True), key=lambda pair: pair[0].trained):
         text = "".join(f"«{text}»" if token.special else text for token, text in span)
@@ -279,7 +279,7 @@ def _render_group(group: ShownGroup) -> str:
 
 
 def _render_pack(group: ShownGroup) -> str:
-    """Return a pack as a bar. The widths of its sequences and of the padding after them are their numbers of tokens."""
+    """Return a pack as a bar. The width of each sequence, and of the padding after it, is its number of tokens."""
     parts = []
     for title, tokens, padding in group.pack:
         if tokens:

@@ -1,6 +1,6 @@
 """Draw curves as SVG, for pages that need no other file.
 
-matplotlib only finds the ticks: drawing with it takes 0.1 s for a chart, and a page has dozens of charts.
+matplotlib only finds the ticks, because drawing with it takes 0.1 s per chart, and a page has dozens of charts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from html import escape
 
 Points = Sequence[tuple[int, float]]
 
-_WIDTH, _HEIGHT = 416, 216  # of a chart, in pixels at a width of 26 rem
+_WIDTH, _HEIGHT = 416, 216  # of a chart, in pixels if the chart is 26 rem wide
 _LEFT, _TOP, _BOTTOM = 58, 22, 34  # margins
 _RIGHT, _RIGHT_OF_STACK = 10, 104  # a stacked chart has its legend on the right
 _COLOURS = (
@@ -22,7 +22,7 @@ _WINDOW_SHARE = 0.05  # the window of a smoothed curve, as a share of its points
 
 
 def draw_lines(title: str, curves: Mapping[str, Points], *, logarithmic: bool = False) -> str:
-    """Return an SVG of curves over steps, by label. A long curve is drawn faintly, with a smoothed one over it.
+    """Return an SVG of labelled curves over steps. A long curve is drawn faintly, with a smoothed curve over it.
 
     If `logarithmic` and all values are positive, the axis of values is logarithmic.
     """
@@ -44,10 +44,10 @@ def draw_lines(title: str, curves: Mapping[str, Points], *, logarithmic: bool = 
 
 
 def draw_stack(title: str, parts: Mapping[str, Points]) -> str:
-    """Return an SVG of parts that add up, over steps. A part without a value at a step is 0 there."""
+    """Return an SVG of parts that add up, over steps. A part without a value at a step is 0 at this step."""
     steps = sorted({step for points in parts.values() for step, _ in points})
     by_step = [dict(points) for points in parts.values()]
-    if len(steps) == 1:  # an area has no width then
+    if len(steps) == 1:  # an area over one step would have no width
         steps = [steps[0], steps[0] + 1]
         by_step = [{step: next(iter(values.values()), 0.0) for step in steps} for values in by_step]
     totals = [sum(values.get(step, 0.0) for values in by_step) for step in steps]

@@ -1,4 +1,4 @@
-"""Records of how starts of a run ended: attempts.jsonl, failure.json, and the first failure, for all ranks."""
+"""Records of how each start of a run ended: attempts.jsonl, failure.json, and the first failure, in the job's store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _EARLIER_FAILURE = "failure.previous.json"  # the failure of the previous attempt
 # Keys of the job's store.
 _FIRST, _REPORTED, _INFORMED = "failure/first", "failure/reported", "failure/known"
-# What torch reports on a rank whose peer has ended.
+# Parts of torch's messages on a rank whose peer has ended.
 _LOST = re.compile(
     r"Connection (closed|reset) by|Connection refused|Broken pipe|Socket (closed|Timeout)|failed to (recv|send)"
     r"|remote process exited|ncclRemoteError|NCCL communicator was aborted",
@@ -135,7 +135,7 @@ class FirstFailure:
         return json.loads(self._store.compare_set(_FIRST, "", json.dumps(failure)))
 
     def get(self) -> dict[str, Any] | None:
-        """Return the first failure, or None."""
+        """Return the first failure, or None if none is recorded."""
         return json.loads(self._store.get(_FIRST)) if self._store.check([_FIRST]) else None
 
     def has_been_reported(self) -> bool:
@@ -147,5 +147,5 @@ class FirstFailure:
         self._store.set(_REPORTED, "1")
 
     def count_informed(self, ranks: int = 1) -> int:
-        """Count `ranks` more that know of the failure and end. Return the total."""
+        """Add `ranks` to the number of ranks that know of the failure and will end, and return the new number."""
         return self._store.add(_INFORMED, ranks)

@@ -231,7 +231,7 @@ def _format_value(value: object) -> str:
 
 
 def _list_attempts(run: RecordedRun) -> list[tuple[str, ...]]:
-    """Return when each start of the run began and ended, how and where. A start that was killed has no end."""
+    """Return when each start of the run began, and when, how and where it ended. A start that was killed has no end."""
     rows = []
     for attempt in run.attempts:
         no_end = "is running, or was killed" if attempt is run.attempts[-1] else "was killed"
@@ -281,7 +281,7 @@ class ReportPages:
         self._process: subprocess.Popen[bytes] | None = None
 
     def renew(self) -> None:
-        """Start to write the page if the last start was long ago, and no process is writing it."""
+        """Start a process that writes the page if the previous process was started long ago and has ended."""
         now = time.monotonic()
         if now - self._started_at < self._seconds or (self._process is not None and self._process.poll() is None):
             return
@@ -296,7 +296,7 @@ class ReportPages:
 
 
 def start_writing_report(output_dir: Path) -> subprocess.Popen[bytes]:
-    """Start a process that writes report.html, and that continues if this one ends."""
+    """Start a process that writes report.html, and that continues if the calling process ends."""
     program = f"import os; os.nice(19); from {__name__} import main; main()"  # before the imports, which take longest
     command = [sys.executable, "-c", program, str(output_dir)]
     null, variables = subprocess.DEVNULL, build_child_environment()
@@ -307,7 +307,7 @@ def warn_if_it_fails(name: str, write: Callable[[], object]) -> None:
     """Call `write`, which writes the file `name`. An error is only a warning, because nothing else needs the file."""
     try:
         write()
-    except Exception as error:  # a plot or a file may fail in any way, and the run must not
+    except Exception as error:  # `write` may raise any error, which must not end the run
         log.LOGGER.warning("%s cannot be written: %s: %s", name, type(error).__name__, error)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _DISTRIBUTED = f"{Path('torch') / 'distributed'}/"
-_WRAPPERS = ("wrapper", "<lambda>")  # of the decorator with which torch logs calls of collectives
+_WRAPPERS = ("wrapper", "<lambda>")  # functions of the decorator by which torch logs collectives
 _UNKNOWN_LINE = "an unknown line"
 _MAIN_FRAMES, _OTHER_FRAMES = 40, 8  # the innermost frames of a stack that are kept
 _STACK_REQUESTS = "stacks/wanted"  # the key that counts requests for stacks
@@ -41,7 +41,7 @@ class Place(NamedTuple):
         stage_number: How many stages have begun.
         step: The step, from 1; 0 before the first one.
         steps: How many steps the stage has.
-        phase: The innermost phase that runs, or None.
+        phase: The innermost phase that runs, or None between two phases.
         phase_number: How often the phase has changed since the stage began.
         done: How many items of a long call are done.
         total: How many items the call has; 0 if nothing was counted in this phase.
@@ -95,7 +95,7 @@ class Position:
         self._move_to(self.place._replace(step=step))
 
     def enter(self, phase: str | None) -> None:
-        """Begin a phase; None means between two phases. `PhaseTimer` calls it as its observer."""
+        """Begin a phase; None means between two phases."""
         number = self.place.phase_number + 1
         self._move_to(self.place._replace(phase=phase, phase_number=number, done=0, total=0, noun=""))
 
@@ -119,9 +119,9 @@ class Beat:
         count: How many heartbeats the rank has sent before this one.
         place: The place of the rank's main thread.
         seconds: For how long that place has not changed.
-        collective: The function of torch.distributed in which the main thread waits, or None.
+        collective: The function of torch.distributed in which the main thread waits, or None if it waits in none.
         at: The line that the main thread runs, "file:line".
-        sequence: How many collectives the group of all ranks has begun, or None.
+        sequence: How many collectives the group of all ranks has begun, or None if torch does not count them.
         has_ended: Whether the run has ended on this rank.
     """
 
@@ -141,7 +141,7 @@ class Beat:
 
     @classmethod
     def from_json(cls, text: bytes) -> Beat:
-        """Return the heartbeat that the store has; an empty text means that the rank has not sent one yet."""
+        """Return the heartbeat from the store's text, which is empty until the rank has sent its first one."""
         if not text:
             return cls()
         values = json.loads(text)
@@ -163,8 +163,8 @@ class Heartbeat:
             store: A connection to the store that no other thread uses.
             rank: This rank.
             position: The position of the main thread.
-            longest_interval: The most seconds that are counted between two heartbeats, so that the time for which a
-                process is suspended is not.
+            longest_interval: The most seconds that are counted between two heartbeats. A longer time means that the
+                process was suspended.
         """
         self._store, self._rank, self._position, self._longest_interval = store, rank, position, longest_interval
         self._host, self._answered_requests = socket.gethostname(), 0
@@ -242,7 +242,7 @@ class Wait(NamedTuple):
     """The activity of a thread.
 
     Attributes:
-        collective: The function of torch.distributed in which it waits, or None.
+        collective: The function of torch.distributed in which it waits, or None if it waits in none.
         at: The line of this package, or of the user's code, that it runs: "file:line".
     """
 
@@ -257,7 +257,7 @@ def find_wait(frames: list[FrameType]) -> Wait:
         if _DISTRIBUTED not in frame.f_code.co_filename:
             break
         if frame.f_code.co_name not in _WRAPPERS:
-            collective = frame.f_code.co_name  # the outermost one is what was called
+            collective = frame.f_code.co_name  # the outermost function is the one that was called
     if collective is None and frames and not _is_library(frames[0].f_code.co_filename, but="megatron/core/"):
         line = linecache.getline(frames[0].f_code.co_filename, _get_line(frames[0]))
         if ".wait(" in line:  # of a collective that was begun earlier; torch waits for it outside Python
@@ -269,7 +269,7 @@ def find_wait(frames: list[FrameType]) -> Wait:
 
 
 def format_stacks() -> str:
-    """Return the stacks of all Python threads, the main thread's first, without that of the calling thread."""
+    """Return the stacks of all Python threads except the calling thread, the main thread's first."""
     frames, main = sys._current_frames(), threading.main_thread()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = []

@@ -47,7 +47,7 @@ class MetricsLogger:
             prometheus: The settings of the endpoint for Prometheus, or None for no endpoint.
         """
         self.output_dir, self.enabled = output_dir, enabled
-        self._console = Console(quiet=not enabled, soft_wrap=True)  # a path that is copied stays in one piece
+        self._console = Console(quiet=not enabled, soft_wrap=True)  # users copy paths, so lines are not broken
         self._progress = ConsoleProgress(self._console)
         self._sinks: list[MetricSink] = [SINKS[name](output_dir) for name in sinks] if enabled else []
         if enabled:
@@ -60,7 +60,7 @@ class MetricsLogger:
         self._stage, self._last = "", time.perf_counter()
 
     def begin_stage(self, stage: str, start: int, steps: int, metric: str = "loss") -> None:
-        """Begin the lines of a stage whose first `start` of `steps` steps are done, and drop its later lines.
+        """Begin a stage whose first `start` of `steps` steps are done, and drop its lines of later steps.
 
         The display always shows `metric`.
         """
@@ -145,7 +145,7 @@ class MetricsLogger:
 
         Args:
             summary: The content of summary.json; `stages`, `seconds` and `layout` are printed too.
-            next_commands: What a user can do with the result: in words, and as a command to copy.
+            next_commands: What a user can do next, each as a text and a command to copy.
             has_trained: Whether a stage was trained. If none was, the report of the earlier run stays.
         """
         if not self.enabled:

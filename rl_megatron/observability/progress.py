@@ -17,12 +17,12 @@ _SHOWN = ("reward", "loss", "grad_norm", "lr")
 _LINES_PER_STAGE = 20  # if the console is not a terminal
 _SECONDS_PER_LINE = 60.0  # at least one line is printed in this time
 _REFRESHES_PER_SECOND = 4
-_SECONDS_OF_AN_ACTIVITY = 0.5  # a shorter one is not shown: the line would flicker
-_BAR = (6, 30)  # the narrowest and the widest
+_SECONDS_OF_AN_ACTIVITY = 0.5  # a shorter activity is not shown, because the line would flicker
+_BAR = (6, 30)  # the least and the largest width of the bar
 _ACTIVITY_WIDTH = 22  # kept free beside the bar: "generating 1000/1024"
 _STAGE_WIDTH = 14  # the least width to which a stage's name is cut for the activity
 _USUAL = ("train", "train_critic")  # phases that are only shown with a count
-# The activities that phases of the training loop (timing.py) are shown as.
+# How the display names the phases of the training loop (timing.py).
 _ACTIVITIES = {
     "generate": "generating",
     "reward": "scoring",
@@ -51,7 +51,7 @@ class ConsoleProgress:
         self._counts: tuple[str, ...] = ()
 
     def begin_stage(self, stage: str, start: int, steps: int, metric: str = "loss") -> None:
-        """Start the display of a stage, of which `start` of `steps` steps are done, with its main training metric."""
+        """Start the display of a stage after `start` of its `steps` steps; `metric` is its main training metric."""
         self._stage, self._start, self._step, self._steps, self._metric = stage, start, start, steps, metric
         self._began = self._step_ended = self._line_shown = self._clock()
         self._metrics: dict[str, float] = {}
@@ -81,7 +81,7 @@ class ConsoleProgress:
             self._print_line(_format_metrics(_select(metrics, self._metric)))
 
     def end_stage(self) -> None:
-        """Leave the last line on the terminal."""
+        """End the display, and leave its last line on the terminal."""
         log.watch_progress(None)
         self.show_phase(None)
         if self._live is not None:

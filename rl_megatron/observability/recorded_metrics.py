@@ -42,10 +42,10 @@ class RecordedMetrics:
 
 
 def read_metric_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the valid lines of metrics.jsonl or samples.jsonl, and warn of each other line.
+    """Return the valid lines of metrics.jsonl or samples.jsonl, and warn of each invalid line.
 
-    If there are others, the unchanged file is copied to metrics.damaged.jsonl. A truncated last line, which a killed
-    run leaves, is skipped silently.
+    If there are invalid lines, the unchanged file is copied to metrics.damaged.jsonl. A truncated last line, which a
+    killed run leaves, is skipped silently.
     """
     lines: list[dict[str, Any]] = []
     text = path.read_text(errors="replace").splitlines()

@@ -60,7 +60,7 @@ def write_report(
 
 
 def _build_results(stages: dict[str, dict[str, float]], console: Console) -> Table:
-    """Return a table of each stage's evaluation metrics, without their errors and changes.
+    """Return a table of each stage's evaluation metrics, without standard errors and changes.
 
     Metrics are columns and stages are lines, or the other way round if that is too wide for the console. If both are
     too wide, rich cuts cells.

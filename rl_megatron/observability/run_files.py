@@ -26,7 +26,7 @@ class RecordedRun:
         lines: The lines of metrics.jsonl.
         config: The effective configuration.
         summary: The content of summary.json; empty if the run has not ended in an orderly way.
-        failure: The content of failure.json, or None.
+        failure: The content of failure.json, or None if it is missing or cannot be read.
         samples: The lines of samples.jsonl: completions of evaluations.
         info: Git revision, versions and layout; empty if they are unknown.
         attempts: For each start of the run, when it began and, if it was not killed, how it ended.
@@ -43,7 +43,7 @@ class RecordedRun:
 
     @classmethod
     def read(cls, directory: Path) -> RecordedRun:
-        """Read the output directory of a run, which may still be running. Raise ConfigError if it is not one."""
+        """Read the output directory of a run, which may still run. Raise ConfigError if it has no config.yaml."""
         if not (directory / CONFIG).is_file():
             raise ConfigError(f"{directory} is not the output_dir of a run: it has no {CONFIG}")
         return cls(

@@ -16,7 +16,7 @@ from rl_megatron.topology.job_store import launcher_has_store
 
 _LONGEST_INTERVAL = 5.0  # seconds between two heartbeats
 _INTERVALS_PER_LIMIT = 8
-_INTERVALS_TO_REPORT = 3  # a hang is found this much before the limit, so that its report comes within the limit
+_INTERVALS_TO_REPORT = 3  # a hang is found this long before the limit, so that it is reported within the limit
 _SECONDS_TO_REPORT = 10.0  # how much longer than `seconds_to_end` a rank waits for the store
 _SECONDS_AFTER_A_LOSS = 5.0  # how long rank 0 keeps the store for the other ranks if a rank was lost
 _TRACEBACK = "the traceback"
@@ -80,7 +80,7 @@ class RunWatch:
     def _end_threads(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(2 * self._interval)  # it may wait for a store that has ended
+            thread.join(2 * self._interval)  # the thread may wait for a store that has ended
 
     def begin_writing(self) -> None:
         """Let reports be written to the output directory, which belongs to this run from now on."""
@@ -93,7 +93,7 @@ class RunWatch:
         """
         failure = record_failure(error, self._rank, self.position.place, on_all_ranks)
         self._own_failure = failure
-        self._end_threads()  # they must not use a store whose process ends, because torch prints its stack then
+        self._end_threads()  # if they used a store whose process has ended, torch would print its stack
         if self._store is None or self._world_size == 1:
             written = self.file.write(failure, _TRACEBACK)
             if self._world_size > 1 and not on_all_ranks:  # without a store, no rank knows who failed first
@@ -104,7 +104,7 @@ class RunWatch:
         recording.join(self._seconds_to_end + _SECONDS_TO_REPORT)  # the store may have ended, or hang
 
     def _record(self, failure: dict[str, Any]) -> None:
-        """Record the failure in the store. The first rank that fails waits until rank 0 has reported it."""
+        """Record the failure in the store. The first rank that fails waits until rank 0 has reported the failure."""
         if self._knows_of_failure:
             return  # rank 0 was informed that this rank knows of another's failure, so the store may have ended
         try:

@@ -33,7 +33,7 @@ from rl_megatron.observability.run_files import flatten
 from rl_megatron.observability.run_info import RunInfo
 from rl_megatron.observability.sinks import MetricLine, MetricSink
 
-_FINISH_SECONDS = 12.0  # for which W&B sends the last metrics at the end; `wandb sync` can send the rest
+_FINISH_SECONDS = 12.0  # how long W&B may send the last metrics at the end; `wandb sync` can send the rest
 _NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w./ :-]")
 _NOT_IN_PROMETHEUS_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 _PROMETHEUS_OWN = ("step", "phase", "restarts")  # gauges that are not metrics of lines
@@ -190,7 +190,7 @@ class SwanlabSink:
             config=_collect_facts(info) | info.config,
             settings=swanlab.Settings.model_validate(
                 {
-                    "interactive": False,  # it would ask for a key at the terminal
+                    "interactive": False,  # SwanLab would ask for an API key at the terminal
                     "terminal": {"proxy_type": "none"},
                     # The runtime has the command, which may hold secrets.
                     "probe": {"runtime": False, "git": False, "requirements": False, "monitor": False},
@@ -269,7 +269,7 @@ class PrometheusSink:
         except OSError as error:
             raise ConfigError(
                 f"logger.prometheus.host={settings.host} and logger.prometheus.port={settings.port}: the endpoint "
-                f"cannot listen there ({error.strerror}); choose another port, or end what uses it"
+                f"cannot listen there ({error.strerror}); choose another port, or end the process that uses it"
             ) from error
         self._set("restarts", int(os.environ.get(_RESTARTS, "0")))
 
@@ -312,7 +312,7 @@ class PrometheusSink:
 
 
 class SavedRunId:
-    """The id of a service's run, in a file of the output directory, with which a resumed run continues it."""
+    """The id of a service's run, in a file of the output directory. A resumed run reads it to continue the same run."""
 
     def __init__(self, path: Path, destination: Mapping[str, object]):
         """Read the file. The id is not used if it was saved for another destination."""

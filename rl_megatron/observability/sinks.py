@@ -159,7 +159,7 @@ class QueuedSink:
 
     The other sink is opened and called in that thread only, so a service that blocks or fails neither stops nor slows a
     run. Lines that do not fit into the queue, and lines for which the sink raises an error, are dropped and counted. A
-    warning reports the first of them, and another one their number at the end.
+    warning reports the first of them, and a warning at the end reports their number.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class QueuedSink:
                     sink.write(entry)
                 else:
                     sink.begin_stage(*entry)
-            except Exception as error:  # whatever a library raises must not end the run
+            except Exception as error:  # a library may raise any error, which must not end the run
                 if not self._has_warned:
                     self._warn(describe_error(error))
             else:
@@ -255,7 +255,7 @@ class QueuedSink:
             if self._has_failed and isinstance(sink, FailingSink):
                 sink.fail()
             sink.close()
-        except Exception as error:  # as above
+        except Exception as error:  # a library may raise any error
             log.LOGGER.warning(
                 "metric sink %s failed when it was closed: %s", self._name, log.make_printable(describe_error(error))
             )
@@ -265,7 +265,7 @@ class QueuedSink:
         while True:
             try:
                 return self._open()
-            except Exception as error:  # as above
+            except Exception as error:  # a library may raise any error
                 self._warn(
                     f"cannot be opened, and is tried again every {self._retry_seconds:g} s: {describe_error(error)}"
                 )
@@ -274,7 +274,7 @@ class QueuedSink:
                     return None
 
     def _take_next(self) -> MetricLine | tuple[str, int] | None:
-        """Wait for the next entry and return it, or None at the end."""
+        """Wait for the next entry and return it, or None if the sink closes and no entry waits."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closing)
             if not self._waiting:

@@ -55,7 +55,7 @@ class StepProfiler:
         self._profiler.start()
 
     def end(self) -> None:
-        """Write what was recorded; rank 0 then writes the trace of all ranks. Collective if a step is recorded."""
+        """Write what was recorded; rank 0 then writes the trace of all ranks. Collective if a step was recorded."""
         if not self._step:
             return
         step, self._step = self._step, 0
@@ -71,7 +71,7 @@ class StepProfiler:
             self._warn(step, error)
         if self._is_cuda and self._config.memory and profiler is not None:
             torch.cuda.memory._record_memory_history(enabled=None)
-        dist.barrier()  # all parts are written
+        dist.barrier()  # wait until all parts are written
         if self._rank == 0:
             merged = self._directory / f"step-{step:06}.json.gz"
             try:
@@ -158,7 +158,7 @@ def _convert_events(trace: dict[str, Any], process: str) -> list[dict[str, objec
             device = event.get("pid")
             name = process if device == os.getpid() else f"{process}, {device}"
             changes = {"ts": event["ts"] + base, "process": name, "tid": str(event.get("tid"))}
-            if event["ph"] in ("s", "f"):  # an arrow; other ranks use the same ids
+            if event["ph"] in ("s", "f"):  # an arrow, whose id must differ from those of other ranks
                 changes["id"] = f"{process} {event.get('id')}"
             events.append(event | changes)
     return events

@@ -201,7 +201,7 @@ class _TokenReader:
         self._special = {*tokenizer.special_tokens.values(), tokenizer.eos_id, tokenizer.pad_id}
 
     def read(self, ids: Sequence[int], trained: Sequence[bool] | None = None) -> list[Token]:
-        """Return the tokens of a sequence. `trained` marks those that count in the loss; None means none."""
+        """Return the tokens of a sequence. `trained` marks those that count in the loss; if it is None, none does."""
         texts = self._tokenizer.decode_tokens(ids)
         values = zip(ids, texts, trained or [False] * len(ids), strict=True)
         return [Token(token_id, text, flag, token_id in self._special) for token_id, text, flag in values]

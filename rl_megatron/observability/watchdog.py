@@ -19,7 +19,7 @@ _TICKS_FOR_STACKS = 3  # the number of heartbeats within which ranks should send
 
 @dataclass(frozen=True)
 class RankState:
-    """What is known of a rank: its newest heartbeat, and for how many seconds it has sent no newer one."""
+    """The state of a rank: its newest heartbeat, and for how many seconds it has sent no newer one."""
 
     rank: int
     beat: Beat
@@ -27,7 +27,7 @@ class RankState:
 
     @property
     def wait(self) -> str | None:
-        """Return the collective in which the rank waits and the line that called it, or None."""
+        """Return the collective in which the rank waits and the line that called it, or None if it waits in none."""
         return f"{self.beat.collective}, called at {self.beat.at}" if self.beat.collective else None
 
     @property
@@ -60,7 +60,7 @@ class Diagnosis:
     Attributes:
         rank: The rank, or None if nothing tells the ranks apart.
         seconds: How long it has hung.
-        reason: What the rank does, in words, after "rank N on HOST (process P)".
+        reason: What the rank does, in words that follow "rank N on HOST (process P)".
     """
 
     rank: int | None
@@ -133,7 +133,7 @@ def describe_hang(diagnosis: Diagnosis, states: Sequence[RankState], ending: str
 
 
 def _describe_others(others: Sequence[RankState]) -> str:
-    """Return what the other ranks do. The activity of most ranks comes first."""
+    """Return what the other ranks do. The activity that most of them share comes first."""
     if not others:
         return ""
     ranks_by_activity: dict[str, list[int]] = {}
@@ -159,7 +159,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 class Watchdog:
-    """The watchdog on ranks 0 and 1. Rank 1 reports only if rank 0 does not answer. It never ends a process."""
+    """The watchdog on ranks 0 and 1. Rank 1 reports only if rank 0 does not answer. Neither ends a process."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.tokenizer import Tokenizer
 
 _NORMAL = 1.4826  # a normal distribution's standard deviation in median absolute deviations
-_FEWEST_STEPS = 20  # steps before medians are compared, but at most the window
+_FEWEST_STEPS = 20  # the earlier steps, at most the window, that a comparison with their median needs
 _SMALLEST_DEVIATION = 0.05  # of the loss, absolute and as a share of its median: smaller changes are usual
 _NEWEST_STEPS = 5  # steps whose median reward is compared with that of the steps before
 _REWARD_DEVIATIONS = 3.0  # that a collapse must also exceed, so that a noisy reward near 0 does not count

@@ -17,7 +17,7 @@ from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 def critic_checkpoints(checkpoints: Path) -> Path:
-    """Return the directory of the critic's checkpoints, next to the policy's. A step has the same name in both."""
+    """Return the directory of the critic's checkpoints, next to the policy's; a step has one name in both."""
     return checkpoints.with_name(f"{checkpoints.name}.critic")
 
 
@@ -47,7 +47,7 @@ class Checkpointer:
             checkpoints: The directory of the policy's checkpoints.
             train: The section `train`.
             policy: The stage's policy.
-            critic: Its critic, or None.
+            critic: Its critic, or None if it has none.
             record_save: Called with the seconds of each save, from its beginning until it is complete.
             finish_writing: Called on rank 0 before each save. If it raises OSError, the save fails, so that a
                 checkpoint has the metrics of its steps.
@@ -125,12 +125,12 @@ class Checkpointer:
         except SaveFailed as error:
             self._abandon()
             failed = error
-        self._delete_older()  # including the critic's checkpoint, if the policy's failed
+        self._delete_older()  # also the critic's new checkpoint, if the policy's save failed
         if failed is not None:
             raise failed
         self._record_save(time.monotonic() - self._began)
         if checkpoint is not None:
-            self.exporter.begin(checkpoint)  # the policy's, which is the last
+            self.exporter.begin(checkpoint)  # the policy's: the last save of the loop
 
     def _delete_older(self) -> None:
         keep, best = self._train.keep_checkpoints, self._train.keep_best

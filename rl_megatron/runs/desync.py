@@ -30,13 +30,13 @@ from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.buckets import fingerprint
 
 _OF_BATCH = ("input_ids", "input_lengths", "token_mask", "sample_mask", "rewards")
-_MOST_VALUES = 32  # keys of a batch, and facts of a sharded one, that are compared
+_MOST_VALUES = 32  # the most keys and facts of a batch that are compared
 _MAY_DIFFER = "data.cache_dir"  # each node may have its own directory
 _SHOWN = 4  # ranks in messages
 
 
 class RanksDiffer(RunFailed):
-    """Ranks that must hold the same values do not; raised on every rank."""
+    """The error of ranks that must hold the same values but do not. Every rank raises it."""
 
 
 def digest(*parts: bytes) -> int:
@@ -81,7 +81,7 @@ class DesyncCheck:
         self._every, self._checked = every, 0
 
     def check(self, step: int, batch: Batch, models: Mapping[str, MegatronPolicy]) -> None:
-        """Check the batch and the weights before a step, if a check is due. Collective then.
+        """Check the batch and the weights before a step, if a check is due. The check is collective.
 
         Every rank has the whole batch, or the ranks of a data-parallel replica have the same sequences of it. If ranks
         differ, RanksDiffer names them, and the batch's key or the first tensor.
@@ -120,9 +120,9 @@ class DesyncCheck:
 def check_weights(name: str, model: ShardedModel) -> None:
     """Raise RanksDiffer on every rank if ranks hold different copies of the same weights. Collective.
 
-    Data- and context-parallel ranks hold copies of all weights but experts', tensor-parallel ranks of the weights that
-    are not split, and expert-data-parallel ranks of their experts. The message names the ranks and the first tensor
-    that differs.
+    Data- and context-parallel ranks hold copies of all weights except experts. Tensor-parallel ranks hold copies of the
+    weights that are not split, and expert-data-parallel ranks of their experts. The message names the ranks and the
+    first tensor that differs.
     """
     model.gather_parameters()
     topology = model.topology

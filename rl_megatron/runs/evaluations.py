@@ -26,9 +26,9 @@ class Evaluations:
     Attributes:
         stage: The name of the stage.
         sets: The named sets of problems, or None if there are none.
-        reward_models: The reward models that run on the ranks, or None if no run built them.
+        reward_models: The reward models that run on the ranks, or None if there are none.
         results: The newest eval metrics and samples, which checkpoints store.
-        evaluated_at: The step of these results.
+        evaluated_at: The step of these results, or None before the first evaluation.
     """
 
     stage: str
@@ -44,7 +44,7 @@ class Evaluations:
     evaluated_at: int | None = None
 
     def run(self, step: int, last: bool = False) -> bool:
-        """Evaluate on the held-out data and the named sets that are due after a step, and on all after the last one.
+        """Evaluate after a step on the held-out data and the named sets that are due; after the last step, on all.
 
         Returns:
             Whether this is the last step: an evaluation that reaches a goal of `train.stop_at` makes it the last.
@@ -77,7 +77,7 @@ class Evaluations:
                 eval_metrics, samples = self.heldout.evaluate(self.policy, self.engine)
             if self.sets is not None:
                 eval_metrics = eval_metrics | self.sets.evaluate(step, sets, self.engine)
-            self.engine.sleep()  # a stage without rollouts does not do it before it trains
+            self.engine.sleep()  # a stage without rollouts does not put the engine to sleep itself
         earlier = self.results["measures"] if self.evaluated_at == step else {}
         self.results, self.evaluated_at = {"measures": earlier | eval_metrics, "samples": samples}, step
         self.metrics_logger.record(step, eval_metrics, kind="eval")

@@ -25,7 +25,7 @@ def list_next_commands(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path
         commands.append(("Export it for Hugging Face:", format_command("convert", "export", str(checkpoint), exported)))
     if stage.algorithm.leaves_language_model:
         start = [format_override("init_from", str(checkpoint)), format_override("output_dir", str(after))]
-        if find_imported_tokenizer(checkpoint) is None:  # otherwise init_from brings it
+        if find_imported_tokenizer(checkpoint) is None:  # otherwise, init_from has the tokenizer
             start.append(format_override("tokenizer.path", str(output_dir / TOKENIZER)))
         words = "Start a next stage from it, with algorithm=… and data=… of your choice:"
         commands.append((words, format_command("train", "model=init_from", *start)))

@@ -96,7 +96,7 @@ def _check_adapters(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Check that every stage's adapters fit the model, and that there are weights which they adapt."""
     size = config.first.model.vocab_size or tokenizer.vocab_size
     initial = _read_adapters(config.init_from, config.first.peft)
-    adapters_after: dict[str, dict[str, LoraConfig]] = {}  # the adapters that each stage leaves, by name
+    adapters_after: dict[str, dict[str, LoraConfig]] = {}  # the adapters that exist after each stage, by name
     for name, stage in config.stages.items():
         where = f"stages.{name}.peft" if len(config.stages) > 1 else "peft"
         previous = find_previous_stage(config.stages, name)
@@ -163,7 +163,7 @@ def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
 def check_keep_best(stage: StageConfig, set_metrics: Mapping[str, EvalSetConfig] = MappingProxyType({})) -> None:
     """Check that `train.keep_best` is an eval metric of the stage, and that every checkpoint is evaluated.
 
-    `set_metrics` are the metrics of the stage's named sets, with the sets.
+    `set_metrics` maps the metrics of the stage's named sets to these sets.
     """
     train, names = stage.train, (*eval_metric_names(stage), *set_metrics)
     if train.keep_best is None:
@@ -174,7 +174,7 @@ def check_keep_best(stage: StageConfig, set_metrics: Mapping[str, EvalSetConfig]
             f"data.source={stage.data.source}; set it to one of {', '.join(names)}, or to null"
         )
     set_every = set_metrics[train.keep_best].every if train.keep_best in set_metrics else None
-    key, every = ("train.eval_every", train.eval_every) if set_every is None else ("every of its set", set_every)
+    key, every = ("train.eval_every", train.eval_every) if set_every is None else ("the set's every", set_every)
     if train.save_every and (not every or train.save_every % every):
         raise ConfigError(
             f"train.keep_best={train.keep_best} needs an evaluation of every checkpoint, and train.save_every="

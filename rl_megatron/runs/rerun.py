@@ -31,7 +31,7 @@ from rl_megatron.runs.user_files import digest_files, find_changed_files
 # whole section. None of them changes what is learned from a step, up to rounding. An algorithm adds keys with
 # `may_change_on_resume`.
 MAY_CHANGE = {
-    # A schedule that ends with the last step depends on their number. So does the order of generated prompts, because a
+    # A schedule that ends with the last step depends on train.steps. So does the order of generated prompts, because a
     # task generates the prompts of all steps at once, and they are shuffled together. A run that continues to more
     # steps is therefore not the run that began with more steps.
     "steps": ("train.steps", "train.stop_at"),
@@ -77,11 +77,11 @@ MAY_CHANGE = {
     ),
 }  # fmt: skip
 # Of the keys of the whole run, init_from and the stages that have begun may not change. metric_sinks and logger
-# (logging), output_dir, plugins and resume may.
+# (logging), output_dir, plugins and resume may change.
 _ALLOWED = tuple(key for keys in MAY_CHANGE.values() for key in keys)
 _SHAPES_MICROBATCHES = ("train.batching", "train.micro_batch_size", "train.micro_batch_tokens")
 _PATHS = ("data.path", "tokenizer.path")  # the same path may be written in several ways
-_SHOWN = 6  # settings that differ
+_SHOWN = 6  # the most differing settings in a message
 
 
 def find_earlier_run(config: RunConfig) -> Path:
@@ -107,8 +107,8 @@ def move_aside(config: RunConfig) -> None:
 def refuse_changes(config: RunConfig) -> None:
     """Refuse to continue the run in `output_dir` with settings that it did not begin with. Nothing is written.
 
-    The message names each setting, before and now, and the remedies. A run that begins again is also refused if it
-    would read files of the run that it moves aside.
+    The message names each setting with its value before and now, and the remedies. A run that begins again is also
+    refused if it would read files of the run that it moves aside.
     """
     directory = find_earlier_run(config)
     if directory != Path(config.output_dir):
@@ -133,8 +133,8 @@ def refuse_changes(config: RunConfig) -> None:
 def build_run_yaml(config: RunConfig, output_dir: Path) -> str:
     """Return the YAML for config.yaml and new checkpoints, in which finished stages keep the settings that they had.
 
-    Call it before the first stage begins, on every rank. Rank 0 logs which stages are skipped, and the differences to
-    the settings that a stage began with.
+    Call it before the first stage begins, on every rank. Rank 0 logs which stages are skipped, and how settings
+    differ from those that a stage began with.
     """
     path, stages = output_dir / CONFIG, dict(config.stages)
     finished = 0
@@ -203,7 +203,7 @@ def _last_step(saved: list[Path]) -> int:
 def _read_settings(output_dir: Path, name: str) -> StageConfig | None:
     """Return the settings that a stage was trained with, or None if they are not recorded.
 
-    A checkpoint has them. The run's config.yaml may have those of an attempt that failed before it saved.
+    They are read from a checkpoint if there is one, because config.yaml may be that of an attempt that never saved.
     """
     saved = find_checkpoints(output_dir / "checkpoints" / name)
     for file in [*(path / CONFIG for path in saved[-1:]), output_dir / CONFIG]:
@@ -213,7 +213,7 @@ def _read_settings(output_dir: Path, name: str) -> StageConfig | None:
 
 
 def _diff(recorded: StageConfig, now: StageConfig) -> dict[str, str]:
-    """Return the settings of a stage that differ: its key → "value before → value now"."""
+    """Return "value before → value now" for each key of a stage whose value differs."""
     dump = TypeAdapter(StageConfig).dump_python
     dumped = [without_secrets(dump(stage, mode="json")) for stage in (recorded, now)]
     was, is_ = (dict(iterate_leaves({**stage, "model": with_derived_sizes(stage["model"])})) for stage in dumped)
@@ -242,10 +242,10 @@ def _resolve(path: object) -> Any:
 
 
 def _may_change(key: str, recorded: StageConfig | None, stage: StageConfig) -> bool:
-    shapes_microbatches = key in _SHAPES_MICROBATCHES or key.startswith("parallel.")  # data parallelism divides them
+    shapes_microbatches = key in _SHAPES_MICROBATCHES or key.startswith("parallel.")  # the data-parallel size matters
     if shapes_microbatches and stage.model.router_aux_loss > 0 and stage.model.router_aux_loss_scope == "microbatch":
-        return False  # the load-balancing loss is of each microbatch
-    if key == "data.num_eval_examples" and recorded is not None:  # the other records are trained on
+        return False  # the load-balancing loss is computed per microbatch
+    if key == "data.num_eval_examples" and recorded is not None:  # records that are not held out are trained on
         was, is_ = (
             convert_errors(lambda config=config: build_source(config).num_held_out) for config in (recorded, stage)
         )
@@ -267,7 +267,7 @@ def _other_weights(config: RunConfig, output_dir: Path, name: str) -> list[str]:
         path = output_dir / CONFIG
         recorded = from_yaml(path.read_text(), str(path)) if path.is_file() else config
         was = describe_weights(recorded, output_dir, name) if name in recorded.stages else now
-    new = "init_from=null"  # then train.seed decides, which is compared as a setting
+    new = "init_from=null"  # new weights depend on train.seed, which is compared as a setting
     return [] if was == now or (was.startswith(new) and now.startswith(new)) else [f"initial weights: {was} → {now}"]
 
 

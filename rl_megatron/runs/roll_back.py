@@ -40,7 +40,7 @@ class RollBack:
         self.batches_skipped = max(self.batches_skipped, state["batches_skipped"])
 
     def begin(self, error: NonFiniteLoss, train: TrainConfig, checkpoints: Path) -> None:
-        """Leave out the batches since the newest checkpoint; the caller runs the stage again, which resumes there.
+        """Leave out the batches since the newest checkpoint; the caller runs the stage again from it.
 
         NonFiniteLoss is raised again if the stage does not roll back, has no checkpoint yet, or has gone back to it too
         often.
@@ -68,7 +68,7 @@ class RollBack:
 def run_with_roll_backs(run_stage: Callable[[RollBack], _T], train: TrainConfig, checkpoints: Path) -> _T:
     """Run a stage, and run it again from its newest checkpoint whenever it rolls back.
 
-    `run_stage` runs it from its newest checkpoint, or from its beginning, and builds everything again.
+    `run_stage` runs it from its newest checkpoint, or from its beginning, and builds its models again.
     """
     roll_back = RollBack()
     while True:

@@ -44,11 +44,11 @@ from rl_megatron.topology.topology import Topology, build, keep_launch_order, ke
 
 
 class DiskFull(RunFailed):
-    """Raised if a run must write to continue, but the disk is full. Other ranks may not know of it."""
+    """The error of a run that must write to continue, but whose disk is full. Other ranks may not raise it."""
 
 
 class RankFailed(Exception):
-    """Raised after an unexpected error ended a run of several ranks. It has been printed and is in failure.json."""
+    """The end of a run of several ranks by an unexpected error, which has been printed and is in failure.json."""
 
 
 def run(config: RunConfig) -> int:
@@ -85,7 +85,7 @@ class RunResults:
 
 
 def run_stages(config: RunConfig) -> RunResults:
-    """Run every stage and write `output_dir`. The process group stays.
+    """Run every stage and write `output_dir`. The process group is not destroyed.
 
     Raises:
         ConfigError: The input is bad; it is raised on every rank.

@@ -190,7 +190,7 @@ class Stage(Loop):
                     self.meter.count_step(model or self.policy, batch, is_policy=model is None)
                 options: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
                 if getattr(loss_fn, "on_policy_keys", ()):
-                    options["on_policy"] = True  # `recomputes_logprobs` decides when the batch needs them
+                    options["on_policy"] = True  # `recomputes_logprobs` has decided whether the batch has prev_logprobs
                 if (sizes := batch.trajectories.step_sizes(self.config.train.global_batch_size)) is not None:
                     options["sizes"] = sizes
                 return (model or self.policy).train(batch, loss_fn, **options)
@@ -243,7 +243,7 @@ class Stage(Loop):
     def _stop_if_asked(self, step: int, is_saved: bool) -> None:
         """End the run if a signal asks for it, or if its time is nearly up. Collective.
 
-        `is_saved` is true if the checkpoint of `step`, the last one, is complete, is being written or is not needed.
+        `step` is the last step that is done; `is_saved`: its checkpoint is complete, is being written or is not needed.
         """
         reason = self.stopping.reason()
         if reason is None:

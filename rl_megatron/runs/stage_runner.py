@@ -66,7 +66,7 @@ class StageRunner:
         Args:
             name: The name of the stage.
             directory: The directory of its checkpoints.
-            weights: The checkpoint that it starts from, or None for random weights.
+            weights: The checkpoint that it starts from; None: random weights.
             weights_from: A description of these weights, which its checkpoints record.
             roll_back: Its roll-backs so far.
         """
@@ -146,7 +146,7 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine, rollouts: ScoredRollouts)
             else:
                 source = build_dataset_loader(config, stage.tokenizer)
             get_algorithm(config).run(stage, policy, source, config.algorithm, *critics)
-    except (ConfigError, RunFailed):  # on every rank, once a step has begun
+    except (ConfigError, RunFailed):  # every rank raises it, once a step has begun
         stage.checkpointer.complete()
         raise
     finally:

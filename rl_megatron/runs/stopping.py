@@ -17,13 +17,13 @@ from rl_megatron.runs.stop_signals import StopSignals
 from rl_megatron.topology.ranks import Ranks
 
 SLURM_END = "SLURM_JOB_END_TIME"  # environment variable: when SLURM ends the job, in seconds since 1970
-_UNMEASURED_SAVE_SECONDS = 60.0  # until a save has been measured
+_UNMEASURED_SAVE_SECONDS = 60.0  # assumed until a save has been measured
 _LEAVING_SECONDS = 30.0  # what a job needs to end and to be queued again
 _OF_TRAIN, _OF_SLURM = 1001, 1002  # votes; smaller ones are signals
 
 
 class RunStopped(Exception):
-    """Raised if a run ends early, as it was asked to. The same command continues it.
+    """The end of a run that was asked to end early. The same command continues the run.
 
     `step` of `stage` is the last step that was done, and is saved. `results` are the newest eval metrics and samples of
     the stage; empty if there are none.
@@ -68,7 +68,7 @@ class Stopping:
         self._last_time, self._has_begun = self._clock(), True
 
     def reason(self) -> str | None:
-        """Return why the run has to end now, or None. Collective: every rank gets the same answer.
+        """Return why the run has to end now, or None if it may continue. Collective: every rank gets the same answer.
 
         A limit that leaves no time for a single step is a ConfigError, because the same command would never get
         further.

@@ -31,7 +31,7 @@ def digest_files(stage: StageConfig) -> dict[str, str]:
         for _, text in _texts(sections[section])
         if is_import_string(text) and ".py:" in text
     ]
-    patterns += [text for key, text in _texts(sections["reward"]) if key == "template"]  # of a judge
+    patterns += [text for key, text in _texts(sections["reward"]) if key == "template"]  # a judge's template
     paths = sorted({path for pattern in patterns for path in glob.glob(os.path.expanduser(pattern))})
     functions = {
         f"the function {function.name}": digest
@@ -42,7 +42,7 @@ def digest_files(stage: StageConfig) -> dict[str, str]:
 
 
 def find_changed_files(recorded: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the files and functions whose digest is different now, of those that are in both."""
+    """Return the files and functions that are in both mappings with different digests."""
     return [path for path, digest in recorded.items() if now.get(path, digest) != digest]
 
 

@@ -47,7 +47,7 @@ def find_last_manifest(directory: Path, stage: StageConfig) -> dict[str, Any] | 
 def _list_checkpoints_to_read(config: RunConfig, output_dir: Path) -> Iterator[Path]:
     """Yield the checkpoints that the run will load.
 
-    They are the initial weights of the first unfinished stage, and the newest checkpoints of it and later stages.
+    They are the initial weights of the first unfinished stage, and the newest checkpoints of this and later stages.
     """
     begins_with = Path(config.init_from) if config.init_from else None
     reads = False

@@ -38,7 +38,7 @@ def test_a_shortened_quickstart_with_an_adapter_passes_the_logprob_check_and_is_
     refused = forks.run(tmp_path, "convert", "export", str(whole), "other", "--merge")
     assert refused.status == 2 and "--merge is for an adapter" in refused.err
     refused = forks.run(tmp_path, "convert", "export", str(adapter), "other", "--cut-vocabulary")
-    assert refused.status == 2 and "add --merge, or leave it out" in refused.err
+    assert refused.status == 2 and "add --merge, or leave out --cut-vocabulary" in refused.err
 
 
 def test_a_stage_trains_a_new_adapter_beside_that_of_the_stage_before(tmp_path, forks):

@@ -7,7 +7,7 @@
 `MODULES` lists all names that are provided, for both generations of NeMo RL: losses in `algorithms.loss_functions` that
 take logits, and losses in `algorithms.loss` that take log-probabilities. If a name changed between the generations,
 both names are the same object. A loss has its settings as attributes, which can be assigned. A truncation ratio without
-a type is an upper clamp. Rules that NeMo RL asserts raise `RuleError`, which is a ValueError and an AssertionError.
+a type is an upper clamp. Broken rules of NeMo RL raise `RuleError`, which is a ValueError and an AssertionError.
 
 The intended differences from NeMo RL are:
 
@@ -36,7 +36,7 @@ The intended differences from NeMo RL are:
 - `prepare_loss_input` returns 0 at masked tokens.
 - `DraftCrossEntropyLossFn` returns (loss, metrics), and accepts `vocab_parallel_group` only by name.
 - An environment answers one trajectory at a time (`environments`), and no Ray is needed.
-- The losses' `use_fused_linear_logprobs` is not provided. `metric_normalizations` lists tokens for `positive_nll_loss`.
+- `use_fused_linear_logprobs` is not provided. In `metric_normalizations`, the divisor of `positive_nll_loss` is TOKENS.
 - Multimodal batches and modules that need Ray are not provided; importing them raises an error with the reason.
 
 `batched_data_dict` lists the differences of batches, `advantages` those of advantage estimators, and `reward_shaping`
@@ -58,7 +58,7 @@ def install(replace: bool = False) -> None:
 
     Args:
         replace: Whether to replace an installed NeMo RL. Its other modules then cannot be imported, because they would
-            use its own BatchedDataDict and losses.
+            use NeMo RL's own BatchedDataDict and losses.
 
     Raises:
         ImportError: NeMo RL is installed and `replace` is false, or it is already imported.

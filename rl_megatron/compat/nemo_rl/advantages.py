@@ -104,7 +104,7 @@ def calculate_baseline_and_std_per_prompt(
 
 
 def _moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the sample standard deviation of `values` [n] for each of the weights [n, n].
+    """Return the mean and the sample standard deviation of `values` [n] under each row of `weights` [n, n].
 
     The deviation of equal values is exactly 0, because a sum of a few fp32 numbers is exact in fp64.
     """

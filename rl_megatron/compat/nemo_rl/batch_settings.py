@@ -21,7 +21,7 @@ class DynamicBatchingArgs(TypedDict, total=False):
         sequence_length_round: A microbatch's length is a multiple of this, but at most the batch's width; default 1.
         input_key: The key of the `[B, S]` token ids; default "input_ids".
         input_lengths_key: The key of the `[B]` lengths; default "input_lengths".
-        group_size: Sequences that stay together, in order: 2 for preference pairs; default 1.
+        group_size: How many consecutive sequences stay together: 2 for preference pairs; default 1.
         cost: The cost of a sequence, for the plan's statistics; default: its number of tokens.
     """
 
@@ -44,7 +44,7 @@ class SequencePackingArgs(TypedDict, total=False):
         sequence_length_pad_multiple: Each sequence's length in the pack is a multiple of this; default 1.
         microbatch_order: "packer", the default, keeps the plan's order; "largest_first" sorts each shard's microbatches
             by descending tokens, as in NeMo RL after 0.6.
-        group_size: Sequences that stay together, in order: 2 for preference pairs; default 1.
+        group_size: How many consecutive sequences stay together: 2 for preference pairs; default 1.
         cost: The cost of a sequence. "balanced" distributes it evenly over packs and shards. Default: its number of
             tokens.
     """

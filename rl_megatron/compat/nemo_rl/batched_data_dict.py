@@ -7,7 +7,7 @@ The intended differences from `nemo_rl.distributed.batched_data_dict` are:
 - `rl_megatron.batching` plans the microbatches: every shard has the same number of them in every step batch. Packing
   algorithms are "balanced" (the default) and the keys of `rl_megatron.batching.packing.ALGORITHMS`.
 - There are two more settings: `group_size` keeps sequences together, and `cost` is the quantity to balance.
-- Rules that NeMo RL asserts raise `RuleError`, which is a ValueError and an AssertionError. Microbatch iterators raise
+- Broken rules of NeMo RL raise `RuleError`, which is a ValueError and an AssertionError. Microbatch iterators raise
   it when they are created, not when they are first read.
 - `from_batches` refuses a key that a batch with sequences lacks, as NeMo RL does after 0.6, and the error is a
   `RuleError` too. 0.6 drops keys that the first batch lacks.
@@ -190,7 +190,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         dist.all_gather_object(theirs, ours, group=group)
         kinds = [{key: isinstance(value, _TensorSpec) for key, value in rank.items()} for rank in theirs]
         for rank, kind in enumerate(kinds):
-            if kind != kinds[0]:  # checked before any tensor is exchanged, because ranks would wait for each other
+            if kind != kinds[0]:  # checked first, because ranks that gather different keys would wait for each other
                 raise RuleError(
                     f"rank {rank} gathers {sorted(kind)}, but rank 0 gathers {sorted(kinds[0])}: all ranks must have "
                     f"the same keys, and the same keys must be tensors."

@@ -21,10 +21,10 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     Attributes:
         observations: The environment's message for each log.
         metadata: The metadata of each log for its next step.
-        next_stop_strings: The stop strings of each log's next turn, or None.
+        next_stop_strings: The stop strings of each log's next turn, or None if it has none.
         rewards: The reward of each log's last turn, [B].
         terminateds: Whether each log is complete, [B].
-        answers: The answer that was extracted from each log, or None.
+        answers: The answer that was extracted from each log, or None if none was.
     """
 
     observations: list[dict[str, str]]

@@ -1,4 +1,4 @@
-"""Errors that handlers written for NeMo RL catch too. NeMo RL's rules are `assert` statements; ours are ValueErrors."""
+"""ValueErrors that are also AssertionErrors: NeMo RL checks its rules by `assert`, and handlers may catch that."""
 
 from __future__ import annotations
 

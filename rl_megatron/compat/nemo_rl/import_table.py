@@ -79,8 +79,8 @@ class _Missing:
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-        """Raise ModuleNotFoundError for a missing module of a table, unless `importlib.util.find_spec` is asking."""
-        # The caller of the import system's frame is either an import, or code that asks whether the module exists.
+        """Raise ModuleNotFoundError for a missing module of a table, unless `importlib.util.find_spec` called it."""
+        # An import is an error, but `importlib.util.find_spec` only asks whether the module exists.
         if sys._getframe(2).f_code is importlib.util.find_spec.__code__:
             return
         parent, _, own_name = name.rpartition(".")

@@ -31,8 +31,8 @@ def prepare_loss_input(
         data: The batch.
         loss_fn: A `Loss`, or any object with the `input_type` LOGPROB or LOGIT.
         vocab_parallel_rank: This process's rank in vocab_parallel_group.
-        vocab_parallel_group: The tensor-parallel group, or None.
-        context_parallel_group: The context-parallel group, or None.
+        vocab_parallel_group: The tensor-parallel group; None: logits are not sharded.
+        context_parallel_group: The context-parallel group; None: sequences are not cut.
 
     Raises:
         RuleError: vocab_parallel_group is given without vocab_parallel_rank.
@@ -61,8 +61,8 @@ def prepare_packed_loss_input(
         cu_seqlens_q: The cumulative lengths of the sequences, [B+1].
         cu_seqlens_q_padded: The cumulative padded lengths; None: sequences are not padded.
         vocab_parallel_rank: This process's rank in vocab_parallel_group.
-        vocab_parallel_group: The tensor-parallel group, or None.
-        context_parallel_group: The context-parallel group, or None.
+        vocab_parallel_group: The tensor-parallel group; None: logits are not sharded.
+        context_parallel_group: The context-parallel group; None: sequences are not cut.
     """
     _require_rank(vocab_parallel_rank, vocab_parallel_group)
     sharding = Sharding(

@@ -80,10 +80,10 @@ class ClippedPGLossFn(NeedsRank, losses.ClippedPGLossFn):
 
     @cached_property
     def metric_normalizations(self) -> dict[str, MetricNormalizer]:
-        """Return the global count that divides each metric, as in NeMo RL 0.8, from the settings at the first access.
+        """Return which global count divides each metric, as in NeMo RL 0.8. The settings are read at the first access.
 
-        Here, a count of tokens divides `positive_nll_loss`. A sequence-level loss with a `positive_example_nll_weight`
-        is divided by both counts, but this table lists sequences.
+        For `positive_nll_loss` it is a count of tokens. The terms of a sequence-level loss with a
+        `positive_example_nll_weight` are divided by both counts, but for "loss" the result has only SEQUENCES.
         """
         cfg, tokens, sequences = self.cfg, MetricNormalizer.TOKENS, MetricNormalizer.SEQUENCES
         of_loss = tokens if cfg.token_level_loss and cfg.fixed_sequence_length is None else sequences
@@ -149,7 +149,7 @@ class DPOLossFn(NeedsRank, losses.DPOLossFn):
     def _preference_loss(
         self, rewards: Tensor, sample_mask: Any, global_valid_seqs: Any, *further: Any, **named: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the result of `PreferenceLoss._preference_loss`, or of `_dpo_loss` for (logits, data, …) as in 0.1."""
+        """Return the result of `PreferenceLoss._preference_loss`, or of `_dpo_loss` for arguments (logits, data, …)."""
         if isinstance(sample_mask, Mapping):
             return self._dpo_loss(rewards, sample_mask, global_valid_seqs, *further, **named)
         return super()._preference_loss(rewards, sample_mask, global_valid_seqs, *further, **named)

@@ -108,9 +108,9 @@ MODULES: dict[str, dict[str, Any]] = {
     },
 }
 
-_NO_RAY = "rl_megatron does not use Ray: start one process for each GPU with torchrun"
+_NO_RAY = "this package does not use Ray: start one process for each GPU with torchrun"
 _NO_MEDIA = "multimodal batches are not provided: train a model of text"
-_NO_LOOP = "its training loop is `torchrun -m rl_megatron train algorithm=grpo`, which does not use Ray"
+_NO_LOOP = "the training loop of rl_megatron is `torchrun -m rl_megatron train algorithm=grpo`, which does not use Ray"
 
 # Why modules and members are not provided, for messages.
 LEFT_OUT = {

@@ -134,7 +134,7 @@ def test_the_whole_vocabulary_as_the_top_k_gives_the_kl_of_both_distributions():
 @pytest.mark.parametrize(
     ("faults", "message"),
     [
-        ({"no logprobs": True}, "has no prompt_logprobs.*/tokenize and prompt_logprobs of its completions"),
+        ({"no logprobs": True}, "has no prompt_logprobs.*/tokenize, and completions with at least 4 prompt_logprobs"),
         ({"max_logprobs": 3}, r"max allowed: 3.*--max-logprobs.*lower algorithm.top_k"),
         ({"gives": 2}, r"has \d prompt_logprobs of token \d+, but needs 4"),
         ({"no own": True}, "with that of the token"),

@@ -162,7 +162,7 @@ def test_the_best_checkpoint_by_a_set_needs_its_evaluation_at_every_checkpoint()
     with pytest.raises(ConfigError, match="sums/avg@8 is not an eval metric.*sums/avg@4"):
         check_keep_best(stage_with(SUMS, more=["train.keep_best=sums/avg@8"]), names)
     rarely = stage_with(SUMS.replace("every: 2", "every: 3"), more=["train.keep_best=sums/avg@4"])
-    with pytest.raises(ConfigError, match="train.save_every=4 is not a multiple of every of its set=3"):
+    with pytest.raises(ConfigError, match="train.save_every=4 is not a multiple of the set's every=3"):
         check_keep_best(rarely, list_set_metric_names(rarely, Characters()))
 
 
