@@ -44,10 +44,11 @@ class RecordedMetrics:
 def read_metric_lines(path: Path) -> list[dict[str, Any]]:
     """Return the valid lines of metrics.jsonl or samples.jsonl, and warn of each invalid line.
 
-    If there are invalid lines, the unchanged file is copied to metrics.damaged.jsonl. A truncated last line, which a
+    If there are invalid lines, the unchanged file is copied to "<name>.damaged.jsonl". A truncated last line, which a
     killed run leaves, is skipped silently.
     """
     lines: list[dict[str, Any]] = []
+    invalid: list[int] = []
     text = path.read_text(errors="replace").splitlines()
     for number, line in enumerate(text, start=1):
         try:
@@ -56,14 +57,16 @@ def read_metric_lines(path: Path) -> list[dict[str, Any]]:
                 raise ValueError
             lines.append(values)
         except (ValueError, AttributeError):
-            if number == len(text) and not line.endswith("}"):
-                continue
-            damaged = path.with_name(f"{path.stem}.damaged{path.suffix}")
-            shutil.copyfile(path, damaged)
-            log.LOGGER.warning(
-                "%s:%d is not a line of metrics, and is left out; %s is a copy of the file as it was",
-                *(path, number, damaged.name),
-            )
+            if number < len(text) or line.endswith("}"):
+                invalid.append(number)
+    damaged = path.with_name(f"{path.stem}.damaged{path.suffix}")
+    if invalid:
+        shutil.copyfile(path, damaged)
+    for number in invalid:
+        log.LOGGER.warning(
+            "%s:%d is not a line of metrics, and is left out; %s is a copy of the file as it was",
+            *(path, number, damaged.name),
+        )
     return lines
 
 
