@@ -47,7 +47,7 @@ def identify_base(checkpoint: Path) -> Base:
 
 
 def describe_model_adapters(model: ShardedModel) -> dict[str, object]:
-    """Return the manifest's entries of a model's adapters and their base; empty if it has none."""
+    """Return the manifest entries of a model's adapters and their base; they are empty if it has no adapter."""
     if model.lora is None:
         return {}
     return describe_adapters([model.lora, *model.frozen_adapters], model.base)
@@ -61,12 +61,12 @@ def describe_adapters(adapters: Sequence[LoraConfig], base: Base | None) -> dict
 
 
 def holds_adapter(manifest: Mapping[str, object]) -> bool:
-    """Return whether a checkpoint holds adapters alone."""
+    """Return whether a checkpoint holds adapters without their base."""
     return "peft" in manifest
 
 
 def read_adapter_configs(checkpoint: Path, manifest: Mapping[str, object]) -> dict[str, LoraConfig]:
-    """Return the sections `peft` of a checkpoint's adapters by name, the most recently trained one first."""
+    """Return the section `peft` of each adapter of a checkpoint by adapter name, the most recently trained first."""
     try:
         sections = TypeAdapter(tuple[LoraConfig, ...]).validate_python(list_adapter_sections(manifest))
     except ValidationError as error:
@@ -75,24 +75,24 @@ def read_adapter_configs(checkpoint: Path, manifest: Mapping[str, object]) -> di
 
 
 def find_base(checkpoint: Path, manifest: Mapping[str, Any]) -> Path:
-    """Return the path of the checkpoint that an adapter was trained on, after checking that it is the same one."""
+    """Return the path of the checkpoint that an adapter was trained on, after checking its recorded digest."""
     recorded = manifest["base"]
     if not recorded:
         raise ConfigError(
-            f"checkpoint {checkpoint} holds an adapter alone, and its base was never saved; load the base first"
+            f"checkpoint {checkpoint} holds only an adapter, whose base was never saved; load the base first"
         )
     try:
         base = identify_base(Path(recorded["path"]))
     except ConfigError as error:
         raise ConfigError(
-            f"checkpoint {checkpoint} holds an adapter alone, and its base cannot be read: {error}"
+            f"checkpoint {checkpoint} holds only an adapter, whose base cannot be read: {error}"
         ) from error
     check_base(checkpoint, manifest, base)
     return Path(recorded["path"])
 
 
 def check_base(checkpoint: Path, manifest: Mapping[str, Any], base: Base | None) -> None:
-    """Refuse an adapter that was trained on another base than `base`, or on one that was never saved."""
+    """Refuse an adapter that was not trained on `base`. A `base` of None accepts every adapter."""
     recorded = manifest["base"]
     if base is None:
         return
@@ -109,7 +109,7 @@ def check_base(checkpoint: Path, manifest: Mapping[str, Any], base: Base | None)
 
 
 def check_frozen_adapters(checkpoint: Path, saved: Sequence[LoraConfig], model: ShardedModel) -> None:
-    """Refuse a checkpoint whose frozen adapters, `saved`, differ from those that an earlier checkpoint added."""
+    """Refuse a checkpoint whose frozen adapters, `saved`, differ from those that `model` has already, if any."""
     if model.frozen_adapters and set(model.frozen_adapters) != set(saved):
         listed = " and ".join(
             ", ".join(sorted(lora.adapter_name for lora in adapters)) or "none"
@@ -122,7 +122,7 @@ def check_frozen_adapters(checkpoint: Path, saved: Sequence[LoraConfig], model: 
 
 
 def check_same_adapter(checkpoint: Path, saved: LoraConfig, lora: LoraConfig) -> None:
-    """Refuse a saved adapter whose shape or scale is not that of the section `peft`."""
+    """Refuse a saved adapter whose shape or scale differs from that of the run's section `peft`."""
     saved_keys, now = asdict(saved), asdict(lora)
     free = {"lora_dropout", "init_lora_weights"}
     differing = [key for key in now if key not in free and _sort_list(saved_keys[key]) != _sort_list(now[key])]
@@ -167,8 +167,8 @@ class StoredAdapter:
     ) -> StoredAdapter:
         """Return the adapter with DoRA's `factors`, which merging needs.
 
-        `blocks` are blocks of the base's tensors, as `split_piece` yields them. With a `device`, each rank passes some
-        of the blocks, and the call is collective.
+        `blocks` are blocks of the base's tensors, as `split_piece` yields them. If a `device` is given, each rank
+        passes some of the blocks, and the call is collective.
         """
         rows = {part.name: part.out_features for parts in self.linears.values() for part in parts if part.has_adapter}
         total = torch.zeros(sum(rows.values()))
@@ -190,13 +190,13 @@ class StoredAdapter:
         return replace(self, factors=factors)
 
     def _select_matrices(self, module: str, offset: tuple[int, ...], block: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of B and the columns of A of a block, on its device."""
+        """Return the rows of B and the columns of A that belong to a block, on the block's device."""
         up, down = (self.tensors[name_tensor(module, letter)] for letter in "BA")
         rows, columns = up[offset[0] : offset[0] + block.size(0)], down[:, offset[1] : offset[1] + block.size(1)]
         return rows.to(block.device), columns.to(block.device)
 
     def merge_block(self, hf_name: str, offset: tuple[int, ...], block: Tensor) -> Tensor:
-        """Return a block of a Hugging Face tensor with the adapter merged, in fp32."""
+        """Return a block of a Hugging Face tensor with the adapter merged. It is in fp32 if s·B·A was added."""
         if hf_name in self.whole:
             index = tuple(slice(o, o + n) for o, n in zip(offset, block.shape, strict=True))
             return self.whole[hf_name][index].to(block)
@@ -210,7 +210,7 @@ class StoredAdapter:
         return whole
 
     def list_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapter's tensors by their keys in a checkpoint."""
+        """Yield (key in a checkpoint, tensor) for each of the adapter's tensors."""
         for name, tensor in self.tensors.items():
             yield name_tensor_key(name, self.linears, self.config.adapter_name), tensor
         for name, tensor in self.whole.items():
@@ -222,7 +222,7 @@ class StoredAdapters:
     """All adapters of a checkpoint, the most recently trained one first."""
 
     adapters: tuple[StoredAdapter, ...]
-    head: Tensor | None = None  # the score head that was trained with them
+    head: Tensor | None = None  # the score head that was trained with them, if any
 
     @property
     def by_name(self) -> dict[str, StoredAdapter]:
@@ -246,7 +246,7 @@ class StoredAdapters:
         return replace(self, adapters=(alone.with_factors(blocks, device),))
 
     def merge_block(self, hf_name: str, offset: tuple[int, ...], block: Tensor) -> Tensor:
-        """Return a block of a Hugging Face tensor of the base with all adapters merged. It is rounded once.
+        """Return a block of a Hugging Face tensor of the base with all adapters merged. The sum is rounded once.
 
         `offset` is the index of the block's first element in the tensor.
         """
@@ -257,7 +257,7 @@ class StoredAdapters:
 
     @torch.no_grad()
     def merge_into(self, model: ShardedModel, table: WeightTable) -> None:
-        """Merge the adapters into the weights, and replace modules that were trained whole. Collective with DoRA."""
+        """Merge the adapters into the weights, and replace modules trained whole. Collective if `use_dora`."""
         held = list(pieces(model.model_chunks))
         adapters = self
         if self.use_dora:

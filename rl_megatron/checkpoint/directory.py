@@ -76,7 +76,7 @@ def publish(
     """Turn the finished directory `partial` into the checkpoint `final`: write its manifest, then rename it.
 
     An existing checkpoint of this name is replaced. `manifest` has all keys but `format`, `files` and `sha256`.
-    `entries` are the manifest entries that the writers of files have computed; other files are read here.
+    `entries` are the manifest entries that the writers of files have computed; other files are digested here.
     """
     entries = dict(entries or {})
     for path in sorted(partial.rglob("*")):
@@ -103,7 +103,7 @@ def publish(
 
 
 def _set_aside(path: Path) -> None:
-    """Give an incomplete checkpoint another name, because the next save of its step would delete it."""
+    """Rename a checkpoint that has no manifest, because the next save of its step would delete it."""
     names = (path.with_name(f"{path.name}.without-manifest-{number}") for number in count(1))
     free = next(name for name in names if not name.exists())
     log.LOGGER.warning("%s has no %s, so it is renamed to %s", path, MANIFEST, free)
@@ -154,7 +154,7 @@ def check_output_dir(output_dir: Path) -> None:
         raise ConfigError(f"output_dir={output_dir} is a file; choose a directory")
     for path in (output_dir / METRICS_FILE, output_dir / SAMPLES):
         if path.is_dir():
-            raise ConfigError(f"{path} is a directory, and the run writes a file there; move it, or set output_dir")
+            raise ConfigError(f"{path} is a directory, but the run writes this file; move it, or set output_dir")
 
 
 def check_checkpoint(checkpoint: Path, model: ModelConfig, tokenizer_digest: str | None) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
             state = "is missing" if actual_size is None else f"has {actual_size} bytes instead of {size}"
             raise Damaged.from_cause(checkpoint, f"{name} {state}")
     if model is not None:
-        # Keys that are newer than the checkpoint have their defaults.
+        # Keys that were added after the checkpoint was written have their default values.
         saved = with_derived_sizes(asdict(ModelConfig()) | manifest["model"])
         wanted = with_derived_sizes(asdict(model))
         differing = [k for k in wanted if k not in NOT_OF_THE_WEIGHTS and saved[k] != wanted[k]]
@@ -215,7 +215,7 @@ def read_model_section(checkpoint: Path, manifest: Mapping[str, object]) -> Mode
 
 
 def list_adapter_sections(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the sections `peft` of a checkpoint's adapters, the most recently trained one first, or an empty list."""
+    """Return the section `peft` of each adapter of a checkpoint, most recently trained first; [] for a whole model."""
     return [manifest["peft"], *manifest.get("frozen_adapters", ())] if "peft" in manifest else []
 
 
@@ -230,8 +230,8 @@ SCORE_POSITION = "end of turn"  # the value of `score_position` in manifests of 
 def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_only: bool) -> bool:
     """Return whether the model must initialize a new head, because a score head starts from a language model.
 
-    Any other difference between the heads is refused. A warning is logged if an older version, which may have trained
-    the score at another token, wrote a reward model.
+    Any other difference between the heads is refused. A warning is logged for a reward model of an older version, which
+    may have trained the score at another token.
     """
     saved = manifest.get("head", "lm")
     if saved == head:
@@ -284,9 +284,9 @@ def check_digests(path: Path, manifest: dict[str, Any], rank: int = 0, world_siz
 
 
 def _find_damage(path: Path, names: Iterable[str], manifest: dict[str, Any]) -> str | None:
-    """Return what is wrong with the first damaged file of `names`, or None.
+    """Return what is wrong with the first damaged file of `names`, or None if no file is damaged.
 
-    Files of old checkpoints have no digests.
+    Files of old checkpoints have no digests, so they are not read.
     """
     for name in names:
         entry = manifest["files"][name]

@@ -69,13 +69,13 @@ class Exporter:
             self._thread.start()
 
     def begin_missing(self) -> None:
-        """Start to export the newest checkpoint if it has no export, such as after a run that ended in between."""
+        """Start to export the newest checkpoint if it has no export, for example because the run was killed."""
         saved = find_checkpoints(self._checkpoints) if self._writes else []
         if saved and not locate_export(saved[-1]).exists():
             self.begin(saved[-1])
 
     def wait(self, must_succeed: bool = True) -> None:
-        """Wait until no export is being written. Collective if there are exports.
+        """Wait until no export is being written. Collective if exports are wanted.
 
         Raises:
             SaveFailed: The export could not be written, and `must_succeed` is true. It is raised on every rank.
@@ -83,7 +83,7 @@ class Exporter:
         if not self._is_wanted:
             return
         while self._ranks.share(lambda: self._thread is not None and self._thread.is_alive()):
-            time.sleep(_PAUSE_SECONDS)  # one collective that waits for the disk could exceed its timeout
+            time.sleep(_PAUSE_SECONDS)  # a collective that lasts as long as the export could exceed its timeout
         failure = self._ranks.share(lambda: self._failure)
         self._thread = self._failure = None
         if failure is not None and must_succeed:
@@ -112,7 +112,7 @@ class Exporter:
             _delete_without_checkpoint(self._checkpoints)
         except CancelledError:
             return
-        except Exception as error:  # whatever it is, training must not end without the remedy
+        except Exception as error:  # `wait` reports any error, together with the remedy
             by_hand = format_command("convert", "export", str(checkpoint), str(target))
             reason = f"{error}; {disk.describe_space(target)}"
             self._failure = (
@@ -150,7 +150,7 @@ def check_exports(
 ) -> None:
     """Check before the first step that a family can express a stage's model, and that exports fit onto the disk.
 
-    Adapters are exported without their base. `train` states how many checkpoints are kept.
+    Adapters are small, so their size is not checked. `train` states how many checkpoints are kept.
     """
     if not train.export_hf:
         return
@@ -177,7 +177,7 @@ def check_exports(
 
 
 def _delete_without_checkpoint(checkpoints: Path) -> None:
-    """Delete the exports of deleted checkpoints, and what killed runs have left."""
+    """Delete the exports of deleted checkpoints, and incomplete exports of killed runs."""
     kept = {path.name for path in find_checkpoints(checkpoints)}
     for path in locate_exports(checkpoints).glob("step-*"):
         if path.suffix in LEFTOVERS or path.name not in kept:
@@ -185,7 +185,7 @@ def _delete_without_checkpoint(checkpoints: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a directory, if it exists. It is renamed first, so that a kill leaves nothing that looks complete."""
+    """Delete a directory if it exists. It is renamed first, so that a killed run leaves nothing that looks complete."""
     if path.exists():
         deleted = path if path.suffix == LEFTOVERS[-1] else path.with_name(f"{path.name}{LEFTOVERS[-1]}")
         if deleted != path:

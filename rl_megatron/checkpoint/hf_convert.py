@@ -1,8 +1,8 @@
 """Conversion of a Hugging Face directory to a checkpoint and back, in one process, without a GPU and without a model.
 
-Only a few rows of a tensor are in memory at a time. Both directions only move rows, as the family's weight table says,
-so a round trip returns every tensor bit for bit. All input is checked before anything is written. The result gets its
-final name once it is complete.
+Only a few rows of a tensor are in memory at a time. Both directions only move rows according to the family's weight
+table, so a round trip returns every tensor bit for bit. All input is checked before anything is written. The result
+gets its final name once it is complete.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json", "video_prep
 
 
 def import_peft(source: Path, base: Path, checkpoint: Path) -> dict[str, Any]:
-    """Convert a directory of adapters, as peft writes it, to a checkpoint of them, and return its manifest.
+    """Convert a directory of adapters in peft's format to a checkpoint, and return the checkpoint's manifest.
 
     `base` is the checkpoint of the model that they were trained on. `checkpoint` must not exist. Nothing is written if
     the input is wrong.
@@ -76,15 +76,15 @@ def import_peft(source: Path, base: Path, checkpoint: Path) -> dict[str, Any]:
 def export_peft(
     checkpoint: Path, target: Path, adapter: str | None = None, *, verify: bool = True
 ) -> dict[str, dict[str, Any]]:
-    """Convert a checkpoint of adapters to a directory that peft loads, and return each adapter_config.json by name.
+    """Convert a checkpoint of adapters to a directory that peft loads, and return adapter_config.json by adapter name.
 
     Nothing is written if the checkpoint is wrong.
 
     Args:
         checkpoint: The checkpoint.
         target: The path of the new directory, which must not exist.
-        adapter: The name of the only adapter to write, into the directory itself. None writes all; adapters with other
-            names than "default" are in subdirectories.
+        adapter: The name of the only adapter to write, into the directory itself. If it is None, all are written, each
+            into a subdirectory of its name, except "default".
         verify: Whether the checkpoint's files are compared with their digests.
     """
     manifest = read_manifest(checkpoint)
@@ -244,10 +244,10 @@ def describe_for_hugging_face(
     Args:
         model: The model.
         head: Its head, "lm" or "score".
-        carried: The directory of the Hugging Face files that it began with, or None.
-        tokenizer: The run's tokenizer, if it is known.
-        vocab_size: The size of the vocabulary without a tokenizer, if it is known.
-        what: The owner of the model, for messages.
+        carried: The directory of the Hugging Face files that it started from, or None if it did not start from any.
+        tokenizer: The run's tokenizer, or None if it is not known.
+        vocab_size: The size of the vocabulary, which is used if there is no `tokenizer`, or None if it is not known.
+        what: The words by which messages name the owner of the model, such as "the run".
     """
     family, config, table = _describe_language_model(model, carried, tokenizer, vocab_size, what)
     if head == "score":
@@ -290,7 +290,7 @@ def _cut_unused_rows(
     if num_tokens is None or num_tokens == rows:
         raise ConfigError(
             f"--cut-vocabulary: checkpoint {checkpoint} has no row to cut: each of its {rows} rows has a token, or its "
-            "tokenizer is not known; leave out the option"
+            "tokenizer is not known; leave out --cut-vocabulary"
         )
     generation = find_hugging_face_files(checkpoint)
     generation = None if generation is None else generation / "generation_config.json"
@@ -303,7 +303,7 @@ def _cut_unused_rows(
             if key.endswith("_token_id") and any(isinstance(token, int) and token >= num_tokens for token in ids):
                 raise ConfigError(
                     f"--cut-vocabulary: {file} of checkpoint {checkpoint} has {key}={value}, and the tokenizer has "
-                    f"{num_tokens} tokens; correct {key}, or leave the option out"
+                    f"{num_tokens} tokens; correct {key}, or leave out --cut-vocabulary"
                 )
     return config | {"vocab_size": num_tokens}, table.with_first_rows(padded, num_tokens)
 
@@ -330,7 +330,7 @@ def _check_tensors(checkpoint: Path, table: WeightTable) -> dict[str, StoredTens
 def _read_hugging_face_blocks(
     table: WeightTable, stored: Mapping[str, StoredTensor], progress: Progress = lambda done, total: None
 ) -> Iterator[tuple[Rows, Shape, Tensor]]:
-    """Yield the tensors `stored` in blocks of rows, each of one Hugging Face tensor, as `split_piece` does.
+    """Yield the tensors `stored` in blocks, each with its rows of one Hugging Face tensor, as `split_piece` does.
 
     `progress` is called with the bytes read so far and the total.
     """
@@ -371,7 +371,7 @@ def _write_side_files(checkpoint: Path, target: Path, config: dict[str, Any], dt
     name = str(dtype).removeprefix("torch.")
     keys = [key for key in _DTYPE_KEYS if key in config] or _DTYPE_KEYS
     config = config | dict.fromkeys(keys, name)
-    if carried is None or config != read_json(carried / "config.json"):  # otherwise the copied file is right already
+    if carried is None or config != read_json(carried / "config.json"):  # an equal copy can stay
         _write_json(target / "config.json", config)
     return config
 
@@ -387,7 +387,7 @@ def _copy_side_files(source: Path, target: Path) -> None:
                 shutil.copyfile(file, target / file.name)
     config = read_json(source / "config.json")
     text = text_config(config, str(source / "config.json"))
-    if text != config:  # the model reads images, and the checkpoint holds its text model
+    if text != config:  # the model reads images, but the checkpoint holds only its text model
         _write_json(target / "config.json", text)
         for name in _IMAGE_FILES:
             (target / name).unlink(missing_ok=True)
@@ -399,7 +399,7 @@ def _write_json(path: Path, values: Mapping[str, object]) -> None:
 
 @contextmanager
 def _open_partial(final: Path) -> Iterator[Path]:
-    """Provide a directory beside `final` to write into. The caller renames it; if that fails, it is deleted."""
+    """Provide a directory beside `final`, which the caller fills and renames. If it is not renamed, it is deleted."""
     refuse_existing(final)
     partial = final.absolute().with_name(f"{final.name}.incomplete")
     try:

@@ -37,7 +37,7 @@ def check_import(source: Path, checkpoint: Path, base: Path | None = None) -> No
     if base is not None:
         if not is_adapter:
             raise ConfigError(
-                f"--base is for adapters, but neither {source} nor a subdirectory has an {ADAPTER_CONFIG}; leave it out"
+                f"--base is for adapters, but neither {source} nor a subdirectory has an {ADAPTER_CONFIG}; omit --base"
             )
         manifest = read_manifest(base)
         check_head(base, manifest, "lm", weights_only=False)
@@ -79,7 +79,7 @@ def find_adapter_directories(source: Path) -> dict[str, Path]:
 def choose_adapters(checkpoint: Path, manifest: Mapping[str, object], adapter: str | None) -> dict[str, str]:
     """Return the names of the adapters that an export writes, each with its name in the export.
 
-    If an `adapter` is named, it is written alone, to the directory itself. Otherwise all are written.
+    If `adapter` is given, only this one is written, into the directory itself. If it is None, all are written.
     """
     names = [section.get("adapter_name", DEFAULT_ADAPTER) for section in list_adapter_sections(manifest)]
     if adapter is None:
@@ -90,12 +90,12 @@ def choose_adapters(checkpoint: Path, manifest: Mapping[str, object], adapter: s
 
 
 def check_export(checkpoint: Path, target: Path, adapter: str | None = None) -> bool:
-    """Check the paths and the adapter of an export, and return whether the checkpoint holds adapters alone."""
+    """Check the paths and the adapter of an export, and return whether the checkpoint holds adapters."""
     manifest = read_manifest(checkpoint)
     refuse_adapter_with_head(checkpoint, manifest)
     refuse_existing(target)
     if adapter is not None and "peft" not in manifest:
-        raise ConfigError(f"--adapter is for adapters, but checkpoint {checkpoint} holds a whole model; leave it out")
+        raise ConfigError(f"--adapter is for adapters, but checkpoint {checkpoint} holds a whole model; omit --adapter")
     choose_adapters(checkpoint, manifest, adapter)
     return "peft" in manifest
 
@@ -123,7 +123,7 @@ def refuse_existing(path: Path) -> None:
 def read_directory(directory: Path, head: str = "lm") -> tuple[Family, ModelConfig]:
     """Return the family and the model section that a directory's config.json describes.
 
-    With the `head` "score" it must be a classifier of one label, which is a reward model.
+    If `head` is "score", the directory must have a classifier with one label, which is a reward model.
     """
     config_file = directory / "config.json"
     config = read_json(config_file)
@@ -131,7 +131,7 @@ def read_directory(directory: Path, head: str = "lm") -> tuple[Family, ModelConf
 
 
 def find_weight_files(directory: Path) -> dict[str, set[str] | None]:
-    """Return the files of weights in a directory, each with the tensors that the index places there.
+    """Return the weight files of a directory, each with the names of the tensors that the index places in it.
 
     The value is None for the only file of a directory without an index.
     """

@@ -39,7 +39,7 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def find_tensors(directory: Path) -> dict[str, TensorLocation]:
-    """Return the location of every tensor in the directory, from its index or from its only file."""
+    """Return the location of every tensor from the headers of the weight files, which must agree with the index."""
     locations: dict[str, TensorLocation] = {}
     for file, indexed in find_weight_files(directory).items():
         in_file = read_header(directory / file)
@@ -53,7 +53,7 @@ def find_tensors(directory: Path) -> dict[str, TensorLocation]:
 def select_text_tensors(
     locations: Mapping[str, TensorLocation], family: Family, model: ModelConfig, where: str
 ) -> dict[str, TensorLocation]:
-    """Return the locations of all tensors, with the text model's own names and stacked experts split into linears.
+    """Return the location of every tensor by its name in the text model. Stacked experts are split into linears.
 
     `where` names the directory in messages, here and below.
     """
@@ -128,7 +128,7 @@ def choose_block_height(columns: Shape, dtype: torch.dtype) -> int:
 
 
 def read_block(reader: WeightReader, rows: Rows, first: int, into: torch.Tensor) -> None:
-    """Fill `into` with `rows` of a Megatron tensor, from its row `first` on.
+    """Fill `into` with `rows` of a Megatron tensor, beginning with the tensor's row `first`.
 
     `into` [rows, …] is contiguous and of the tensor's dtype.
     """
@@ -185,7 +185,7 @@ class HuggingFaceWeights:
         rows: The number of rows of its embedding.
         table: The weight table of its tensors.
         locations: The file and position of each of its tensors.
-        tokenizer: The tokenizer beside the weights, or None.
+        tokenizer: The directory's tokenizer, or None if it has no tokenizer files.
         head: The head whose weights the files hold.
     """
 
@@ -203,8 +203,8 @@ class HuggingFaceWeights:
         return self.rows if self.tokenizer is None else self.tokenizer.vocab_size
 
     def refuse_other_tokens(self, tokenizer: Tokenizer) -> None:
-        """Refuse a model that does not read the tokens of a tokenizer."""
-        remedy = "serve it and set url, because a server gets text, or choose a model with the policy's tokenizer"
+        """Refuse the model if its own tokenizer is not `tokenizer`, or its embedding lacks a row for a token."""
+        remedy = "serve this model and set url, because a server gets text, or choose one with the policy's tokenizer"
         if self.tokenizer is not None and self.tokenizer.digest != tokenizer.digest:
             raise ConfigError(
                 f"{self.directory} has another tokenizer than the policy, so the same text has other tokens; {remedy}"
@@ -219,9 +219,9 @@ class HuggingFaceWeights:
         """Fill this rank's part of a model built from `self.model`, under any parallel layout.
 
         Rows that pad the vocabulary become 0. No softmax includes them. A score head keeps its new weights if the files
-        are a language model's.
+        are those of a language model.
         """
-        model.mark_changed()  # even if reading fails: some weights may have changed by then
+        model.mark_changed()  # before reading, because a read that fails may have changed some weights
         with WeightReader(self.locations) as reader:
             for piece in pieces(model.model_chunks):
                 if model.head == self.head or not piece.name.startswith(HEAD_PREFIX):
@@ -229,10 +229,10 @@ class HuggingFaceWeights:
 
 
 def open_hugging_face(directory: Path, head: Head = "lm") -> HuggingFaceWeights:
-    """Check a Hugging Face directory and return what is needed to load its weights. Only file headers are read.
+    """Check a Hugging Face directory by the headers of its files, and return what is needed to load its weights.
 
-    If the model ties its head to its embedding and the files have both, both are read and compared. With the `head`
-    "score" the directory must have a classifier of one label, which is a reward model.
+    If the model ties its head to its embedding and the files have both, both are read and compared. If `head` is
+    "score", the directory must have a classifier with one label, which is a reward model.
     """
     family, model = read_directory(directory, head)
     rows = require_vocab_size(model, directory / "config.json")
@@ -255,7 +255,7 @@ def require_vocab_size(model: ModelConfig, config_file: Path) -> int:
 
 
 def _load_tokenizer(directory: Path, model: ModelConfig, rows: int) -> Tokenizer | None:
-    """Return the tokenizer of a Hugging Face directory, or None. Each token must have a row in the embedding."""
+    """Return a directory's tokenizer, or None if it has no tokenizer files. Each token must have an embedding row."""
     if not has_tokenizer(directory):
         return None
     try:

@@ -31,20 +31,20 @@ from rl_megatron.model.lora.attach import find_dora_adapters
 from rl_megatron.model.lora.originals import keep_originals
 from rl_megatron.model.sharded_model import ShardedModel
 
-_MESSAGE_LENGTH = 600  # megatron-core lists every key of the model
+_MESSAGE_LENGTH = 600  # characters, because megatron-core's message lists every key of the model
 
 
 def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:
     """Fill `into` from the checkpoint `path` and return its manifest. Collective.
 
     A checkpoint of adapters is loaded with its base, and merged into a model without adapters. A model with an adapter
-    can start from a whole model, which becomes its base, or from adapters. Those with other names than the model's
-    adapter are then frozen beside it.
+    can start from a whole model, which becomes its base, or from adapters. A saved adapter is then frozen unless its
+    name is that of the model's adapter.
 
     Args:
         path: A complete checkpoint.
         into: The state to fill. Its weights must be gathered and its optimizer state on the device.
-        weights_only: Load the weights only, and leave the optimizer and the schedule as they are. A score head then may
+        weights_only: Load the weights only, and leave the optimizer and the schedule as they are. A score head may then
             start from a language model's checkpoint, with newly initialized weights.
         verify: Compare every file with its digest first. Pass False if this was already done.
 
@@ -60,8 +60,8 @@ def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False,
 def start_from_weights(model: ShardedModel, optimizer: MegatronOptimizer | None) -> None:
     """Let training start from a model's present weights.
 
-    The weights become the originals of modules that are trained whole, and the optimizer's fp32 copies. The norms of
-    their rows become DoRA's magnitudes. Collective.
+    The weights are copied to the optimizer's fp32 copies and, for modules that are trained whole, to their originals
+    (`keep_originals`). The norms of the weights' rows become DoRA's magnitudes. Collective.
     """
     keep_originals(model.model_chunks)
     for adapter in find_dora_adapters(model.model_chunks):
@@ -75,7 +75,7 @@ def _load_whole(path: Path, into: TrainingState, weights_only: bool, verify: boo
     new_head = check_head(path, manifest, into.model.head, weights_only)
     if verify:
         verify_checkpoint(path, into.model.topology.ranks)
-    into.model.mark_changed()  # even if loading fails: some weights may have changed by then
+    into.model.mark_changed()  # before loading, because a load that fails may have changed some weights
     _fill(path, manifest, into, weights_only, new_head)
     return manifest
 

@@ -1,7 +1,7 @@
 """Read a checkpoint's `.metadata`, which torch pickles, without running code that somebody put into it.
 
-torch and megatron-core read the same file with plain pickle. So `check_metadata` comes before every load: it refuses a
-file that names anything but the classes of torch which describe tensors.
+torch and megatron-core read the same file with plain pickle. So `check_metadata` is called before every load; it
+refuses a file that names anything but classes with which torch describes tensors.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _TORCH_NAMES = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath"},
 }
-_EMPTY_STATE = "_extra_state"  # the end of the names of objects in old checkpoints, which are never read
+_EMPTY_STATE = "_extra_state"  # old checkpoints have objects whose names end so; they are never read
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler of what torch's writers put into `.metadata`."""
+    """An unpickler that accepts only the classes that torch's writers put into `.metadata`."""
 
     def find_class(self, module: str, name: str) -> object:
-        """Return a class of torch that describes tensors."""
+        """Return the named class if it is one with which torch describes tensors, and refuse any other."""
         if name in _TORCH_NAMES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch":
@@ -77,6 +77,6 @@ def check_metadata(checkpoint: Path) -> None:
     """Check that torch and megatron-core can unpickle `.metadata` without running other code.
 
     Raises:
-        Damaged: They cannot.
+        Damaged: `read_metadata` refuses the file.
     """
     read_metadata(checkpoint)

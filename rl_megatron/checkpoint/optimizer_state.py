@@ -22,8 +22,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
-# The prefixes of their keys. Old checkpoints of the plain optimizer have megatron-core's (the second ones), and lack
-# "param" if weights are fp32.
+# The prefixes of the states' keys: this module's and megatron-core's. Old checkpoints of the plain optimizer have the
+# latter, and lack "param" if weights are fp32.
 _PREFIXES = {name: (f"optimizer.{name}.", f"optimizer.state.{name}.") for name in ("exp_avg", "exp_avg_sq")}
 _PREFIXES["param"] = ("optimizer.param.", "optimizer.state.fp32_param.")
 
@@ -37,7 +37,7 @@ class _ParameterState:
     number: str  # the key in the state dict
     entry: _Entry  # the parameter's place in the unsharded model
     parameter: Tensor
-    states: dict[str, Tensor] | None  # writable views of the elements `local`, or None if there are none
+    states: dict[str, Tensor] | None  # writable views of the range `local`, or None if it is empty
     local: slice  # the range of the flattened parameter that this rank updates
     group: dist.ProcessGroup | None  # the ranks over which the states are split, or None if this rank holds them whole
     owner: int  # the rank of `group` that reads and writes the whole states
@@ -52,12 +52,12 @@ class _ParameterState:
         return any(_replica_id(self.entry)[:-1])
 
     def place_state(self, data: Tensor, key: str) -> _Entry:
-        """Return a whole state as a tensor that is placed like the parameter, under its own key."""
+        """Return a whole state as an entry `key` with the parameter's place in the unsharded model."""
         changes: dict[str, object] = {"key": key, "data": data}
         if isinstance(self.entry, ShardedTensor):
             changes["dtype"] = data.dtype
         if self.group is not None:
-            changes["replica_id"] = (*_replica_id(self.entry)[:-1], 0)  # the owner's replica is written
+            changes["replica_id"] = (*_replica_id(self.entry)[:-1], 0)  # only the owner has it, so it is written
         return replace(self.entry, **changes)
 
 
@@ -87,7 +87,7 @@ def collect_optimizer_state(optimizer: MegatronOptimizer, models: list[dict[str,
 def request_optimizer_state(
     optimizer: MegatronOptimizer, models: list[dict[str, _Entry]], stored: Collection[str]
 ) -> dict[str, object]:
-    """Return the sharded tensors to fill: the optimizer's own or, if states are split, the owner's on the host.
+    """Return the sharded tensors to fill: the optimizer's own or, if states are split, new ones on the owner's host.
 
     `stored` are the names of the checkpoint's tensors.
     """
@@ -110,7 +110,7 @@ def request_optimizer_state(
 def load_optimizer_state(
     optimizer: MegatronOptimizer, models: list[dict[str, _Entry]], stored: Collection[str], loaded: dict[str, Any]
 ) -> None:
-    """Load a filled state into `optimizer`: moments, fp32 weights and step count. Load the model's weights first.
+    """Load moments, fp32 weights and step count into `optimizer`. The model's weights must have been loaded before.
 
     `loaded` is the filled state of `request_optimizer_state`, with the checkpoint's other values. Learning rate, weight
     decay and betas stay as the run configured them. Collective over data-parallel ranks.
@@ -158,7 +158,7 @@ def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
                 group["step"] = step  # the kernels of Transformer Engine and Apex take an int, not a float
                 continue
             for parameter in group["params"]:
-                # Each parameter has its own tensor, because each increments it. Fused kernels read it on the device.
+                # Each parameter has its own count, which is incremented in place; fused Adam reads it on the device.
                 fused = parameter.new_full((), float(step), dtype=torch.float32)
                 part.optimizer.state[parameter]["step"] = fused if group["fused"] else torch.tensor(float(step))
 
@@ -166,7 +166,7 @@ def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
 def _counts_per_parameter(part: MegatronOptimizer) -> bool:
     """Return whether a part uses torch's Adam, as megatron-core does without Transformer Engine and Apex.
 
-    AdamW is a subclass of it. The fused implementations of Transformer Engine and Apex count steps per group.
+    torch's AdamW is a subclass of its Adam. The implementations of Transformer Engine and Apex count steps per group.
     """
     return isinstance(part.optimizer, torch.optim.Adam)
 
@@ -207,8 +207,8 @@ def _list_part_states(part: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[st
 def list_main_parameters(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (parameter of the model, what the optimizer updates for it on this rank) for each of a part's parameters.
 
-    The second is the parameter itself, its fp32 copy, or the part of one of these that the distributed optimizer
-    assigns to this rank; its `grad` is the gradient of the step.
+    The second tensor is the parameter itself, its fp32 copy, or the part of one of these that the distributed optimizer
+    assigns to this rank; the tensor's `grad` is the gradient of the step.
     """
     if isinstance(part, DistributedOptimizer):
         for parameter, _ in _list_local_ranges(part):
@@ -246,7 +246,7 @@ def _reduce_to_owner(held: _ParameterState, group: dist.ProcessGroup) -> dict[st
 def _broadcast_from_owner(
     held: _ParameterState, group: dist.ProcessGroup, names: list[str], loaded: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Broadcast the whole states that the owner has `loaded` to every rank's device. Collective over `group`."""
+    """Broadcast `loaded`, the owner's whole states, to the device of every rank. Collective over `group`."""
     device, size = held.parameter.device, held.parameter.numel()
     if held.is_owner:
         whole = torch.stack([loaded[name].flatten() for name in names]).to(device)

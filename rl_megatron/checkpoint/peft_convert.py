@@ -27,7 +27,7 @@ from rl_megatron.config.peft import DEFAULT_ADAPTER, LoraConfig, check_together
 from rl_megatron.model.lora.modules import find_whole_tensors
 from rl_megatron.model.lora.targets import MAGNITUDE, find_adapted_linears, list_adapter_shapes
 
-_SHOWN = 3  # tensors that a message names
+_SHOWN = 3  # how many tensors a message names
 # Keys of adapter_config.json that are read into the section `peft`.
 _READ = (
     "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora", "use_dora", "modules_to_save",
@@ -72,7 +72,7 @@ def _export(adapter: StoredAdapter, checkpoint: Path, directory: Path) -> dict[s
 
 
 def _find_hugging_face_base(checkpoint: Path) -> str | None:
-    """Return the Hugging Face directory that the base of an adapter was imported from, or None."""
+    """Return the Hugging Face directory that an adapter's base was imported from, or None if it is unknown."""
     recorded = read_manifest(checkpoint)["base"]
     if not recorded or not Path(recorded["path"]).is_dir():
         return None
@@ -118,7 +118,7 @@ def _read_config(source: Path, name: str) -> LoraConfig:
     for key, absent in _ABSENT.items():
         if values.get(key) not in absent:
             raise ConfigError(f"{where}: {key}={values.get(key)} is not supported; it must be {absent[-1]}")
-    keys = {key: values[key] for key in _READ if values.get(key) not in (None, [])}  # peft writes either for no modules
+    keys = {key: values[key] for key in _READ if values.get(key) not in (None, [])}  # for no modules
     try:
         return TypeAdapter(LoraConfig).validate_python({"adapter_name": name, **keys})
     except ValidationError as error:
@@ -142,5 +142,5 @@ def _read_tensors(source: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[s
         if tuple(tensors[name].shape) != shape:
             raise ConfigError(f"{path}: {name} has the shape {tuple(tensors[name].shape)}; the base needs {shape}")
         if not name.endswith(MAGNITUDE) and tensors[name].dtype != tensors[first].dtype:
-            raise ConfigError(f"{path}: {name} has another dtype than {first}; all but magnitudes must have the same")
+            raise ConfigError(f"{path}: {name} has another dtype than {first}; only magnitudes may differ in dtype")
     return {name: tensors[name] for name in shapes}

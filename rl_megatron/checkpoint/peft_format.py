@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.model.lora.targets import Part
 
-PEFT_PREFIX = "base_model.model."  # of the names of tensors
+PEFT_PREFIX = "base_model.model."  # the prefix of tensor names
 
 
 def build_peft_config(
@@ -15,8 +15,8 @@ def build_peft_config(
 ) -> dict[str, object]:
     """Return the content of adapter_config.json.
 
-    `linears` are the parts of every linear that has an adapter (`find_adapted_linears`), and `base` is the Hugging Face
-    directory of the base, if it is known.
+    `linears` are the parts of every linear that has an adapter (`find_adapted_linears`). `base` is the Hugging Face
+    directory of the base, or None if it is unknown.
     """
     return {
         "peft_type": "LORA",

@@ -1,4 +1,4 @@
-"""`ResumedState`: everything of a stage that checkpoints keep besides models, as named parts.
+"""`ResumedState`: the state of a stage that checkpoints keep besides models, as named parts.
 
 Each part saves itself as plain values, and checks a checkpoint's values before it loads them. An algorithm of your own
 adds a part with `Loop.keep`.
@@ -70,10 +70,10 @@ class ResumedState:
 
 
 class MustBe:
-    """A part with values that follow from the settings, such as the seed of the next rollout. It only checks them."""
+    """A part whose values follow from the settings, such as the seed of the next rollout. Loading only checks them."""
 
     def __init__(self, values: State):
-        """Keep `values`, which a resumed stage must have as well."""
+        """Keep `values`, which those of a loaded checkpoint must equal."""
         self._values = dict(values)
 
     def state_dict(self) -> State:

@@ -12,13 +12,13 @@ from rl_megatron.config.metrics import is_better
 
 
 def find_best_checkpoint(checkpoints: list[Path], metric: str) -> Path | None:
-    """Return the checkpoint with the best `metric` of its own step, the newest if several are equal, or None."""
+    """Return the newest checkpoint whose own step has the best `metric`, or None if no checkpoint's step has it."""
     best, best_value = None, None
     for path in checkpoints:
         try:
             value = read_eval_metric(read_manifest_alone(path), metric)
         except Damaged as error:
-            log.once(f"{error}; it is ignored in the search for the best checkpoint")
+            log.once(f"{error}; this checkpoint is ignored in the search for the best one")
             continue
         if value is not None and (best_value is None or not is_better(metric, best_value, value)):
             best, best_value = path, value
@@ -26,7 +26,7 @@ def find_best_checkpoint(checkpoints: list[Path], metric: str) -> Path | None:
 
 
 def read_eval_metric(manifest: dict[str, Any], metric: str) -> float | None:
-    """Return an eval metric of the checkpoint's weights, or None if only an earlier step was evaluated."""
+    """Return an eval metric of the checkpoint's own step, or None if this step was not evaluated with it."""
     if manifest.get("evaluated_at") != manifest["step"]:
         return None
     return manifest.get("results", {}).get("measures", {}).get(metric)

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 def serialise_random_state() -> bytes:
     """Return the serialized state of this rank's generators."""
-    tracker: Any = get_cuda_rng_tracker()  # of a class of megatron-core or of Transformer Engine
+    tracker: Any = get_cuda_rng_tracker()  # its class is megatron-core's or Transformer Engine's
     state: dict[str, Any] = {"cpu": torch.get_rng_state(), "megatron": tracker.get_states()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -98,7 +98,7 @@ class WeightReader:
         self._files.read(location.file, location.start + first * location.row_bytes, into)
 
     def read_slab(self, name: str, index: int) -> Tensor:
-        """Return tensor `name` at `index` of its first axis.
+        """Return slab `index` of tensor `name`: the part with this index in the first axis.
 
         The most recent slab is cached, because its parts are read one by one.
         """
@@ -214,7 +214,7 @@ class WeightWriter:
     def finish(self) -> None:
         """Sync and close the files and, if there are several, write their index.
 
-        Every byte must have been written once.
+        Every byte must have been written exactly once.
         """
         wrong = [name for name, count in self._written.items() if count != self.locations[name].num_bytes]
         if wrong:
@@ -249,7 +249,7 @@ def _begin_file(path: Path, tensors: Mapping[str, tuple[torch.dtype, Shape]]) ->
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the format asks that tensors begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # the format requires that tensors begin at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)

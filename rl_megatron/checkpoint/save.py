@@ -72,7 +72,7 @@ class _Part:
         for name, content in self.files.items():
             (self.directory / name).write_bytes(content)
         if self.bucket is not None:
-            # megatron-core uses queues between processes. Within one process those of the standard library are enough.
+            # megatron-core uses queues between processes. Within one process, `queue.Queue` is enough.
             # It also turns the garbage collector off while it writes, which is harmless here.
             done, working = queue.Queue(), queue.Queue()
             working.put(0)
@@ -142,7 +142,7 @@ class Save:
         self._ranks.try_on_rank0(lambda: shutil.rmtree(_name_partial(self.path), ignore_errors=True))
 
     def _wait(self) -> None:
-        while not self.is_written():  # one collective that waits for the disk could exceed its timeout
+        while not self.is_written():  # a collective that lasts as long as the writing could exceed its timeout
             time.sleep(_PAUSE_SECONDS)
 
     def _publish(self, gathered: list) -> None:
@@ -225,12 +225,12 @@ def _name_partial(final: Path) -> Path:
 
 
 def _make_empty(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)  # an interrupted save may have left one
+    shutil.rmtree(partial, ignore_errors=True)  # an interrupted save may have left the directory
     partial.mkdir(parents=True)
 
 
 def _plan(tensors: dict | list, partial: Path) -> tuple[FileSystemWriterAsync, Any]:
-    """Return megatron-core's writer with this rank's part planned and, on rank 0, all metadata. Collective."""
+    """Return megatron-core's writer, in which this rank's part is planned, and on rank 0 all metadata. Collective."""
     # megatron-core would start a server process per rank to collect results. `Save.finish` gathers them instead.
     filesystem_async._results_queue = queue.SimpleQueue()
     shards: dict[str, list[ShardedBase]] = {}
@@ -244,7 +244,7 @@ def _plan(tensors: dict | list, partial: Path) -> tuple[FileSystemWriterAsync, A
 
 
 def _copy_bucket(buckets: list | None, trained: Sequence[Tensor]) -> _Bucket | None:
-    """Return this rank's bucket with its tensors on the CPU, none of which shares memory with those in `trained`."""
+    """Return this rank's bucket on the CPU, without memory shared with `trained`, or None if it has no tensors."""
     if not buckets:
         return None
     ((path, name, (objects, tensors)),) = buckets

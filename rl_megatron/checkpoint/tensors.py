@@ -1,7 +1,7 @@
 """Writing and reading the tensors of a checkpoint part by part in one process, for the Hugging Face converter.
 
-megatron-core saves and loads through torch's distributed checkpoint. Its files hold tensors one after the other, each
-in `torch.save`'s format, and `.metadata` states which part of which tensor each of them is. A tensor may be stored in
+megatron-core saves and loads through torch's distributed checkpoint. Its files hold parts of tensors one after the
+other, each in `torch.save`'s format, and `.metadata` states each part's tensor and position. A tensor may be stored in
 any number of parts, whatever layout it is loaded under. Torch's writer keeps every tensor in memory until its file is
 closed, and here that would be the whole model. This module therefore writes the file itself, and uses torch's writer
 only for the metadata.
@@ -45,9 +45,9 @@ class TensorWriter:
         self._written: list[WriteResult] = []
 
     def write(self, name: str, global_shape: tuple[int, ...], offset: tuple[int, ...], part: Tensor) -> None:
-        """Write one part of a tensor, contiguous and with as many dimensions as the whole one.
+        """Write one part of a tensor. The part is contiguous and has as many dimensions as the tensor.
 
-        `offset` is the index of its first element in the whole tensor, whose shape is `global_shape`.
+        `offset` is the index of the part's first element in the whole tensor, whose shape is `global_shape`.
         """
         if name not in self._tensors:
             properties = TensorProperties(dtype=part.dtype)
@@ -65,7 +65,7 @@ class TensorWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         FileSystemWriter(self._directory).finish(Metadata(dict(self._tensors)), [self._written])
-        torch.save({}, self._directory / "common.pt")  # the format needs the file, and there are only tensors
+        torch.save({}, self._directory / "common.pt")  # the format requires a file for values that are not tensors
         save_config(CheckpointingConfig("torch_dist", 1), str(self._directory))
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from rl_megatron.model.shards import SHARDING_METADATA
 
 HEAD_PREFIX = "output_layer."  # the prefix of the head's names in a model's state
 Selection = Literal["all", "base", "adapters", "frozen adapters"]
-"""The weights that a checkpoint holds: all, the base's, those beside the base, or those beside the base without the
+"""The weights that a checkpoint holds: all; the base's; adapters and other trained weights; or those without the
 trained adapter."""
 
 
@@ -33,7 +33,7 @@ trained adapter."""
 class TrainingState:
     """The state that a checkpoint holds. Optimizer and scheduler are None if the model is not trained.
 
-    If the model has adapters, `selection` can restrict the state to the base, or to the weights beside it.
+    If the model has adapters, `selection` can restrict the state to the base, or to adapters and trained weights.
     """
 
     model: ShardedModel
@@ -72,13 +72,13 @@ class TrainingState:
         return state
 
     def load_optimizer(self, stored: Collection[str], loaded: dict[str, Any]) -> None:
-        """Load optimizer and schedule from the filled state dict `loaded`. Load the weights first. Collective.
+        """Load optimizer and schedule from the state dict `loaded`. Weights must have been loaded before. Collective.
 
         `loaded` is the filled result of `build_request`, with the checkpoint's values that are not tensors.
         """
         assert self.optimizer is not None and self.scheduler is not None
         load_optimizer_state(self.optimizer, self._models(), stored, loaded["optimizer"])
-        self.scheduler.num_steps = 0  # loading adds the checkpoint's steps
+        self.scheduler.num_steps = 0  # because loading adds the checkpoint's steps to it
         self.scheduler.load_state_dict(loaded["scheduler"])
 
     def list_trained_tensors(self) -> Iterator[torch.Tensor]:
@@ -95,7 +95,7 @@ class TrainingState:
         models = [collect_model_state(model_chunk) for model_chunk in self.model_chunks]
         if self.selection == "all":
             return models
-        if self.selection == "base":  # a score head is trained, and starts from that of the base
+        if self.selection == "base":  # with the score head: it is trained, but starts from the base's
             return [{key: entry for key, entry in model.items() if parse_adapter(key) is None} for model in models]
         beside = [{key: entry for key, entry in model.items() if _is_beside_base(key, entry)} for model in models]
         if self.selection == "adapters" or self.model.lora is None:

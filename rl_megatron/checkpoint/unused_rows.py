@@ -1,8 +1,7 @@
 """Rows of the embedding and the head that no token of the tokenizer has, and the probability that they get.
 
-Training leaves these rows out of every softmax. transformers and inference servers do not, so the same weights give
-every token a little less probability there. The difference is measured, because it cannot be derived from the weights
-alone.
+Training leaves these rows out of every softmax. transformers and inference servers include them, and so give every
+token a little less probability. The difference is measured, because it cannot be derived from the weights alone.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _TEXT = (
     "The river rises in the hills north of the town, and reaches the sea after 214 kilometres. In spring it carries "
     "the melted snow of three valleys; in late summer a child can wade through it. Why does its level fall so slowly?"
 )
-_MOST_TOKENS = 64  # of the text
-MOST_PARAMETERS = 2_000_000_000  # of a model that is measured
+_MOST_TOKENS = 64  # how many tokens of the text the model reads
+MOST_PARAMETERS = 2_000_000_000  # a larger model is not measured
 _SHARE_OF_MEMORY = 0.8  # the share of available memory that the weights may use
 _BYTES = torch.float32.itemsize
 # The limit of a container's memory, in the second and the first version of control groups.
@@ -41,7 +40,7 @@ class UnusedRows:
         count: Their number. It is at least 1.
         rows: The number of all rows.
         probabilities: Their total probability after each token of a text, or None if it was not measured.
-        reason: Why it was not measured.
+        reason: Why the probability was not measured.
     """
 
     count: int
@@ -61,10 +60,10 @@ class UnusedRows:
 
 
 def find_unused_rows(directory: Path, runs_model: bool = True) -> UnusedRows | None:
-    """Return the rows without a token in a language model's Hugging Face directory, or None if each row has one.
+    """Return the rows without a token in a language model's Hugging Face directory, or None if it has no such rows.
 
-    Without a tokenizer each row counts as a token's. If `runs_model`, their probability is measured by a forward pass
-    of transformers on the CPU.
+    If the directory has no tokenizer, every row counts as a token's. If `runs_model`, the rows' probability is measured
+    by a forward pass of transformers on the CPU.
     """
     weights = open_hugging_face(directory)
     count = weights.rows - weights.vocab_size
@@ -78,7 +77,7 @@ def find_unused_rows(directory: Path, runs_model: bool = True) -> UnusedRows | N
         ids = example_tokens(weights.tokenizer, limit)
         return UnusedRows(count, weights.rows, _compute_probabilities(directory, ids, weights.vocab_size))
     except (OSError, ValueError, ImportError, RuntimeError) as error:  # the conversion itself does not need this
-        return UnusedRows(count, weights.rows, reason=f"transformers cannot run it ({error})")
+        return UnusedRows(count, weights.rows, reason=f"transformers cannot run the model ({error})")
 
 
 def example_tokens(tokenizer: Tokenizer, limit: int = _MOST_TOKENS) -> list[int]:
@@ -89,7 +88,7 @@ def example_tokens(tokenizer: Tokenizer, limit: int = _MOST_TOKENS) -> list[int]
 
 @torch.no_grad()
 def _compute_probabilities(directory: Path, ids: list[int], num_tokens: int) -> tuple[float, ...]:
-    """Return the probability of all ids from `num_tokens` on, after each of the tokens `ids`."""
+    """Return the total probability of all ids ≥ `num_tokens` after each of the tokens `ids`."""
     import transformers
 
     (name,) = json.loads((directory / "config.json").read_text("utf-8"))["architectures"]
@@ -100,7 +99,7 @@ def _compute_probabilities(directory: Path, ids: list[int], num_tokens: int) -> 
 
 
 def _find_obstacle(weights: HuggingFaceWeights) -> str | None:
-    """Return why the probability should not be measured, or None."""
+    """Return why the probability should not be measured, or None if it can be measured."""
     import transformers
 
     names = json.loads((weights.directory / "config.json").read_text("utf-8"))["architectures"]

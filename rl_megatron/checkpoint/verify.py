@@ -18,8 +18,8 @@ from rl_megatron.topology.ranks import Ranks
 def verify_checkpoint(path: Path, ranks: Ranks) -> None:
     """Compare every file of a checkpoint with its digest. Each rank reads its share of the files. Collective.
 
-    Digests do not protect against somebody who replaces a file and its digest. So the pickled files are also loaded, by
-    readers that run no code from them.
+    Digests do not protect against somebody who replaces a file and its digest. Therefore the pickled files are also
+    loaded, by readers that refuse to run code from them.
 
     Raises:
         Damaged: A rank found a file that has changed, or that cannot be read. It is raised on every rank.

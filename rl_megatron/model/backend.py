@@ -1,4 +1,4 @@
-"""The modules of a transformer layer: Transformer Engine's on a GPU that has it, portable ones otherwise."""
+"""The modules of a transformer layer: Transformer Engine's if they support the run, otherwise portable ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _DEFAULT = ModelConfig()
 def choose_backend(model: ModelConfig, topology: Topology, precision: str) -> str:
     """Return "transformer_engine" or "portable", as `model.backend` asks.
 
-    If it is "auto", Transformer Engine is used if it is installed and supports the model, the layout and the precision.
+    "auto" means Transformer Engine if it is installed and supports the model, the layout and the precision.
     """
     wanted, obstacle = model.backend, _find_obstacle(model, topology, precision)
     if wanted == "transformer_engine" and obstacle:
@@ -73,11 +73,11 @@ def _find_obstacle(model: ModelConfig, topology: Topology, precision: str) -> st
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed"
     if precision == "fp32":
-        # In fp32 it also has no flash attention, and no attention at all for packs or context parallelism.
+        # In fp32, Transformer Engine also lacks flash attention, and any attention for packs or context parallelism.
         return "Transformer Engine multiplies matrices in TF32 under precision=fp32"
     if model.sliding_window is not None and topology.context > 1:
-        # It refuses windows with ring attention, megatron-core's default. Which other kinds of context parallelism
-        # support packs depends on its version.
+        # Transformer Engine refuses windows with ring attention, megatron-core's default. Which other kinds of context
+        # parallelism support packs depends on Transformer Engine's version.
         return (
             f"Transformer Engine cannot combine model.sliding_window={model.sliding_window} with "
             f"parallel.context={topology.context}"
@@ -102,7 +102,7 @@ def build_block_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
         )
         if config.num_moe_experts is not None:
-            mlp: Any = cast(TransformerLayerSubmodules, layer.submodules).mlp  # in either form of `_build_experts_spec`
+            mlp: Any = cast(TransformerLayerSubmodules, layer.submodules).mlp  # a result of `_build_experts_spec`
             (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).router = BalancedRouter
         return layer
     first = get_transformer_layer_offset(config, vp_stage)

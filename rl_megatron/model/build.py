@@ -86,7 +86,7 @@ def build_transformer_config(model: ModelConfig, topology: Topology, precision: 
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         rotary_interleaved=model.rope_interleaved,
-        # Without it, megatron-core reads the lengths of a pack from the device, for the queries and keys of each layer.
+        # Without this fusion, megatron-core reads a pack's lengths from the device for queries and keys of each layer.
         apply_rope_fusion=backend == "transformer_engine",
         deallocate_pipeline_outputs=True,
         batch_p2p_comm=False,  # gloo does not guarantee the order of batched sends
@@ -135,7 +135,7 @@ def _list_expert_keys(model: ModelConfig) -> dict:
         "moe_router_group_topk": model.router_groups_per_token,
         "moe_router_topk_scaling_factor": None if model.routed_scaling_factor == 1.0 else model.routed_scaling_factor,
         "moe_router_dtype": "fp32",  # bf16 scores may be equal, and ranks would choose differently among equal ones
-        "moe_token_dispatcher_type": "alltoall",  # microbatches may differ in length
+        "moe_token_dispatcher_type": "alltoall",  # it allows microbatches of different lengths
     }
 
 
@@ -171,7 +171,7 @@ def build_model(
         head: "lm" returns logits [B, S, V/tp]. "score" returns one number per token, [B, S, 1] in fp32 (see
             `ScoreHead`).
         initialise: Draw the initial weights. False leaves all weights 0, for a caller that loads them next.
-        lora: The adapters to train instead of the weights, or None.
+        lora: The adapters to train instead of the weights, or None to train the weights.
     """
     validate_model(model, topology)
     check_vocabulary(model, vocab_size)
@@ -191,8 +191,8 @@ def build_model(
     config.gradient_accumulation_fusion = fuse_weight_gradients(topology)
     permute_without_waiting()
     gather_unequal_numbers()
-    # MLPs then call `GatedActivation`, the activation of their spec. It is set here, because with it the constructor
-    # would refuse gelu_tanh.
+    # With this option, MLPs call `GatedActivation`, the activation of their spec. It is set only here, because the
+    # config's constructor would refuse gelu_tanh with it.
     config.use_te_activation_func = backend == "portable"
     model_chunks: list[torch.nn.Module] = [
         _build_model_chunk(model, config, topology, backend, vocab_size, model_chunk, head)
@@ -214,7 +214,7 @@ def build_model(
             train_whole(unwrap(model_chunk), find_whole_tensors(lora, model, model.vocab_size or vocab_size, head))
     if precision == "bf16":
         model_chunks = [_Bf16Module(config, model_chunk) for model_chunk in model_chunks]
-    if initialise:  # otherwise the magnitudes are set when the weights are loaded
+    if initialise:  # if not, the magnitudes are set when weights are loaded
         for adapter in find_dora_adapters(model_chunks):
             adapter.start()
     return model_chunks
@@ -264,11 +264,11 @@ def _build_model_chunk(
         module.embedding.register_forward_hook(partial(_multiply, factor=math.sqrt(model.hidden_size)))
     for name, parameter in module.named_parameters():
         if ".experts." in name:
-            # The gradient is summed over the ranks that hold the same experts. megatron-core 0.16 sets this mark only
-            # if experts are spread over ranks. Otherwise it sums gradients over too few ranks (NVIDIA/Megatron-LM pull
+            # With this mark, DDP sums the gradient over the ranks that hold the same experts. megatron-core 0.16 sets
+            # it only if experts are spread over ranks; without it, DDP sums over too few ranks (NVIDIA/Megatron-LM pull
             # request 5916).
             parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  # a mark that DDP reads
-            # megatron-core marks experts' biases for a sum over tensor-parallel ranks, but DDP sums them already.
+            # megatron-core marks gradients of experts' biases for a sum over tensor-parallel ranks, but DDP sums them.
             parameter.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
     if model.linear_bias:
         _add_expert_biases_in_place(module)

@@ -110,7 +110,7 @@ def count_forward_flops(
     attention = per_pair * pairs + delta.forward
     head = again = 0
     if stage == parallel.pipeline - 1:
-        shards = parallel.tensor if parallel.sequence else 1  # the ranks that split the tokens between layers
+        shards = parallel.tensor if parallel.sequence else 1  # the ranks that sequence parallelism spreads tokens over
         read = _count_read_tokens(shape, microbatch, all_tokens, shards, context_rank) if fused_head else None
         head, again = _count_head_flops(shape, microbatch.tokens, read, block_tokens)
     return ForwardFlops(
@@ -211,7 +211,7 @@ def _count_head_flops(
 ) -> tuple[int, int]:
     """Return the operations of the head in the forward pass, and those that the backward pass repeats.
 
-    `read` is the number of tokens that the fused head reads on each sequence-parallel rank, or None without one.
+    `read` is the number of tokens that the fused head reads on each sequence-parallel rank, or None if it is not used.
     """
     hidden, local = shape.model.hidden_size, tokens // shape.parallel.context
     if shape.head == "score":
@@ -232,7 +232,7 @@ def _count_head_flops(
 def _count_read_tokens(
     shape: ShardedShape, microbatch: MicrobatchShape, all_tokens: bool, shards: int, context_rank: int
 ) -> list[int]:
-    """Return how many tokens of each sequence-parallel rank predict a token that is read."""
+    """Return, for each sequence-parallel rank, the number of its tokens whose predictions are read."""
     context = shape.parallel.context
     sequences = [
         [(part, first, end) for part in _list_positions(length, context, context_rank)]

@@ -40,7 +40,7 @@ class GradientBuffer:
     def from_parameters(
         cls, parameters: list[Parameter], shards: int, *, distributed: bool, bucket_elements: int | None
     ) -> GradientBuffer:
-        """Return the buffer of some parameters, in reverse order.
+        """Return the buffer of some parameters, which it holds in reverse order.
 
         Args:
             parameters: The parameters of a model chunk, either dense ones or those of experts.
@@ -84,7 +84,7 @@ class GradientBuffer:
 
 
 def plan_gradient_buffers(shape: ShardedShape, stage: int, *, distributed: bool, overlap: bool) -> list[GradientBuffer]:
-    """Return the buffers of a rank of a stage: one for the dense parameters of each model chunk, and one for experts'.
+    """Return the buffers of a rank of a stage: for each model chunk, one for dense parameters and one for experts'.
 
     `distributed` and `overlap` are the keys of the section `optimizer`.
     """
@@ -92,7 +92,7 @@ def plan_gradient_buffers(shape: ShardedShape, stage: int, *, distributed: bool,
     limit = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * shape.data) if overlap else None
     buffers = []
     for model_chunk, parameters in enumerate(shape.parameters(stage)):
-        bucket_elements = limit if stage == 0 and model_chunk == 0 else None  # later ones are not split into buckets
+        bucket_elements = limit if stage == 0 and model_chunk == 0 else None  # no other is split
         for of_expert, shards in ((False, shape.data_shards), (True, shape.expert_shards)):
             chosen = [parameter for parameter in parameters if parameter.of_expert == of_expert]
             if chosen:

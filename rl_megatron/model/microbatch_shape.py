@@ -41,7 +41,7 @@ def count_delta_flops(shape: DeltaShape, length: int) -> DeltaFlops:
     blocks, key, value = -(-length // block), shape.key, shape.value
     scores = 4 * block**2 * key + shape.values * 2 * block**2 * value  # keys and queries · keys, and scores · values
     solve = shape.values * block**2 * (key + value)
-    with_memory = shape.values * 2 * block * key * value  # of each product: to correct, to write, to read
+    with_memory = shape.values * 2 * block * key * value  # for each of three products: correct, write, read
     # The backward pass needs no gradient of the first memory, and none of what is written to the last one.
     backward = (6 * blocks - 3 if blocks > 1 else 2) * with_memory
     return DeltaFlops(
@@ -94,11 +94,11 @@ class MicrobatchShape:
         return sum(self.padded_lengths)
 
     def pairs(self, context: int, window: int | None) -> int:
-        """Return how many pairs of a query and a key attention computes on one rank, padding included.
+        """Return how many (query, key) pairs attention computes on one rank, padding included.
 
-        Sequences of a pack attend together if their lengths have the same number of binary digits, and are padded to
-        the longest of them. A context-parallel rank has two slices of each sequence. If no mask is needed (no window
-        and equal lengths), each slice attends only to the keys up to its end.
+        Sequences of a pack are computed as one batch, padded to the longest of them, if their lengths have the same
+        number of binary digits. A context-parallel rank has two slices of each sequence. If no mask is needed (no
+        window and equal lengths), each slice attends only to the keys up to its end.
 
         Args:
             context: The context-parallel degree.
@@ -113,18 +113,18 @@ class MicrobatchShape:
         return total
 
     def computed_pairs(self, context: int, window: int | None) -> float:
-        """Return how many of `pairs` kernels compute: all with a mask, and otherwise those of causal attention."""
+        """Return the number of `pairs` that kernels compute: all if there is a mask, otherwise only causal ones."""
         return sum(
             len(lengths) * (longest**2 if has_mask else count_causal_pairs(longest, window)) / context
             for lengths, longest, has_mask in self._group_attending(window)
         )
 
     def needed_pairs(self, context: int, window: int | None) -> float:
-        """Return the mean number of pairs on a rank whose scores the result depends on."""
+        """Return the mean number of a rank's pairs whose scores change the result."""
         return sum(count_causal_pairs(length, window) for length in self.padded_lengths) / context
 
     def _group_attending(self, window: int | None) -> list[tuple[list[int], int, bool]]:
-        """Return, for each group that attends together, the lengths, the longest, and whether it needs a mask."""
+        """Return (lengths, the longest, whether it needs a mask) of each group that attention computes as one batch."""
         together: dict[int, list[int]] = defaultdict(list)
         for length in self.padded_lengths:
             together[length.bit_length() if self.is_packed else 0].append(length)
@@ -148,8 +148,8 @@ class MicrobatchShape:
     def predicting(self, *, all_tokens: bool) -> list[tuple[int, int]]:
         """Return, for each sequence, which tokens' predictions are read, as (first, last + 1).
 
-        Without `all_tokens`, only predictions of tokens with a loss are read. With it, all are, including those of the
-        padding after a shorter sequence.
+        Without `all_tokens`, only predictions of tokens with a loss are read. With it, all predictions are read,
+        including those of the padding after a shorter sequence.
         """
         if all_tokens:
             return [(0, min(length, self.width - 1) if self.is_packed else self.width - 1) for length in self.lengths]

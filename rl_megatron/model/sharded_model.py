@@ -20,7 +20,7 @@ from rl_megatron.topology.topology import Topology
 
 @dataclass(frozen=True)
 class Base:
-    """The source of the frozen weights beside adapters: a checkpoint, and the digest of its tensors."""
+    """The base on which adapters are trained: the path of its checkpoint, and the digest of its tensors."""
 
     path: str
     digest: str
@@ -35,9 +35,9 @@ class ShardedModel:
         vocab_size: The tokenizer's vocabulary size. The embedding's rows beyond it are padding.
         precision: "fp32" or "bf16".
         head: "lm" (logits) or "score" (one number per token).
-        lora: The adapters that are trained instead of the weights, or None.
+        lora: The adapters that are trained instead of the weights, or None if the weights are trained.
         frozen_adapters: The sections `peft` of adapters with other names, which are frozen.
-        base: Where the weights beside adapters came from, or None if they were not loaded from a checkpoint.
+        base: The checkpoint of the frozen weights beside adapters, or None if they were not loaded from one.
         adapters_are_new: Whether the adapters are untrained, so that the model computes the same as without them.
         model_chunks: One model chunk per virtual pipeline stage. Training wraps them in megatron-core's DDP.
         version: A number that changes whenever the weights change.

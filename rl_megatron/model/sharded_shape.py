@@ -75,7 +75,7 @@ class ShardedShape:
         world_size: The number of ranks.
         vocab_size: The size of the vocabulary if `model.vocab_size` is null.
         head: "lm", or "score" for a reward model or a critic.
-        lora: The adapters that are trained instead of the weights, or None.
+        lora: The adapters that are trained instead of the weights, or None if the weights are trained.
     """
 
     model: ModelConfig
@@ -218,9 +218,9 @@ class ShardedShape:
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
     def stages_of_kinds(self) -> tuple[int, ...]:
-        """Return the first and the last stage, and between them the first of each group with the same kinds of layers.
+        """Return the first and the last stage, and of those between, the first of each group with equal layers.
 
-        Of the stages of a group, the first holds the most microbatches at once.
+        The first of a group is chosen, because it holds the most microbatches at once.
         """
         last, firsts = self.parallel.pipeline - 1, {}
         for stage in range(1, last):

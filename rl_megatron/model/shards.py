@@ -31,7 +31,7 @@ SHARDING_METADATA = {"non_homogeneous_layers": True}
 HEAD = "output_layer.weight"
 PADDED = ("embedding.word_embeddings.weight", HEAD)  # global tensors that have rows beyond the vocabulary
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_INIT_THREADS = 8  # threads that draw weights, at most; each holds one block of rows
+_INIT_THREADS = 8  # the most threads that draw weights; each holds one block of rows
 _INIT_ROWS = 1024  # rows per generator; a rank draws whole blocks, so this limits the memory and time for its part
 
 
@@ -45,7 +45,7 @@ class Piece:
         global_shape: The shape of the global tensor.
         offset: The index of the part's first element in the global tensor.
         is_first_replica: Whether this rank is the first of those that hold the same part.
-        is_trained: Whether it is a parameter that is not frozen.
+        is_trained: Whether the part belongs to a parameter that is not frozen.
     """
 
     name: str
@@ -104,7 +104,7 @@ def _piece(shard: ShardedTensor, is_trained: bool) -> Piece:
         expert = shard.global_offset[0]
         name = name.replace(".experts.experts.", f".experts.{expert}.")
         if stacked > 1 or name == shard.key:
-            raise RuntimeError(f"{shard.key} is stacked along {stacked} axes; only experts may be stacked, along one")
+            raise RuntimeError(f"{shard.key} is stacked along {stacked} axes; only experts may be, along one axis")
     replica = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
     return Piece(
         name,
@@ -141,7 +141,7 @@ def split_part(
 
 
 def split_name(name: str) -> tuple[str, int | None]:
-    """Return the checkpoint key of the tensor that `pieces` calls `name`, and the number of its expert, or None.
+    """Return the checkpoint key of the `Piece` named `name`, and the number of its expert, or None without an expert.
 
     Checkpoints stack the experts of a layer under one key.
     """
@@ -195,12 +195,12 @@ def _any_nan(gathered: list, name: str) -> bool:
 def initialise_parameters(
     model_chunks: Sequence[torch.nn.Module], *, seed: int, std: float, num_layers: int, norm_weight: float = 1.0
 ) -> None:
-    """Fill every parameter from (seed, global name, row), so that the model is the same in every layout.
+    """Fill every parameter from (seed, global name, block of rows), so that the model is the same in every layout.
 
     Weights are drawn from N(0, std²), and those that write into the residual stream from N(0, std²/(2·num_layers)), as
     in GPT-2. Norms are `norm_weight`, and biases are 0. In the gated delta rule, the output norm and `dt_bias` are 1,
-    and decay rates are drawn from U(0.01, 16), as in transformers. Numbers are drawn on the CPU, so
-    that a GPU run starts from the same weights.
+    and decay rates are drawn from U(0.01, 16), as in transformers. Numbers are always drawn on the CPU, so that a run
+    on a GPU starts from the same weights as a run on a CPU.
     """
     filled, drawn = 0, []
     for piece in pieces(model_chunks):
@@ -219,7 +219,7 @@ def initialise_parameters(
             writes_residual = piece.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             piece_std = std / math.sqrt(2 * num_layers) if writes_residual else std
             drawn += plan_drawing(piece, seed, partial(_draw_normal, std=piece_std))
-    # In a forked process, torch recreates its thread pool at the first call that needs it. Concurrent calls would fail.
+    # In a forked process, torch must recreate its thread pool. It does so here, because concurrent calls would fail.
     torch.set_num_threads(torch.get_num_threads())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with ThreadPoolExecutor(max(1, min(_INIT_THREADS, len(os.sched_getaffinity(0)) // ranks))) as threads:
@@ -231,7 +231,7 @@ def initialise_parameters(
 
 @torch.no_grad()
 def zero_parameters(model_chunks: Sequence[torch.nn.Module]) -> None:
-    """Fill every parameter with 0. Loading does not change padding rows of the vocabulary that a checkpoint lacks."""
+    """Fill every parameter with 0, because loading may leave the vocabulary's padding rows as they are."""
     for tensor in _list_saved_tensors(model_chunks):
         tensor.zero_()
 

@@ -66,7 +66,7 @@ def mean_training_bytes(shape: ShardedShape, stage: int, *, precision: str, dist
     """Return the bytes of a model without alignment; the optimizer state is the mean over the ranks of a stage.
 
     With adapters, only trained modules have gradients and optimizer state. The function is fast enough for thousands of
-    layouts. Unless the model is tiny, `training_bytes` exceeds it by less than 1 %.
+    layouts. Unless the model is tiny, `training_bytes` exceeds the result by less than 1 %.
 
     Args:
         shape: The model in its layout.
@@ -203,7 +203,7 @@ def layer_activation_bytes(shape: ShardedShape, kind: LayerKind, *, tokens: int,
         precision: "bf16" or "fp32".
     """
     model, parallel = shape.model, shape.parallel
-    whole = 4 * model.hidden_size  # between attention and MLP, which are split over tensor-parallel ranks
+    whole = 4 * model.hidden_size  # between attention and MLP; the rest is split over tensor-parallel ranks
     rest = layer_activation_elements(model, kind) - whole
     if kind.has_experts:  # ranks that split an expert gather its tokens
         rest += (parallel.expert_tensor - 1) * model.experts_per_token * model.hidden_size

@@ -1,4 +1,4 @@
-"""What a rank uses in each phase, by closed forms alone: for the search over layouts and for `--closed-forms`.
+"""An estimate of what a rank uses in each phase, by closed forms alone: for the search and for `--closed-forms`.
 
 Parameters, gradients, optimizer state and FLOPs are exact, up to alignment. Activations, collectives, operators, and
 the bytes that operators read and write are estimates: docs/plan.md has the formulas.
@@ -27,7 +27,7 @@ from rl_megatron.plan.settings import BatchShape, Settings
 _OPERATORS_PER_LAYER, _OPERATORS_PER_EXPERT, _OPERATORS_PER_LOSS, _OPERATORS_PER_OPTIMIZER = 14, 8, 300, 20
 # How often a forward and a backward pass read or write what a layer keeps for backward.
 _PASSES_OVER_ACTIVATIONS = 14
-_FORWARD_PASSES = 5  # of these, in a forward pass alone
+_FORWARD_PASSES = 5  # how many of these are in the forward pass
 # Bytes that the optimizer moves, as a multiple of its state (bf16): the state in and out, gradient and weight once.
 _UPDATE_TRAFFIC = 2.5
 
@@ -187,11 +187,11 @@ class _Phases:
         settings, dense_and_experts = self._settings, sum(self._shape.elements(self._stage))
         alone = replace(self._shape, parallel=ParallelConfig(), world_size=1)  # every rank fills buckets of all weights
         whole = sum(alone.elements(0)) * self._size
-        largest = _largest_tensor(self._shape.model, alone.vocab_shard) * self._size  # has a bucket of its own
+        largest = _largest_tensor(self._shape.model, alone.vocab_shard) * self._size  # this tensor has its own bucket
         buffers = min(whole, max(settings.bucket_bytes, largest))
         if not settings.sends_adapter:
             buffers *= min(2, -(-whole // settings.bucket_bytes))
-        else:  # the largest buffer is for the base model, which engines are sent when they start
+        else:  # the largest buffer is for the base model, which engines get when they start
             whole = (sum(alone.adapter_elements(0)) + alone.whole_elements(0)) * self._size
         number = -(-whole // settings.bucket_bytes)
         sums = Collective("all_reduce", "world", self._shape.world_size, whole // number, number)
@@ -215,7 +215,7 @@ class _Phases:
     ) -> Iterator[Collective]:
         """Yield the collectives of the layers, for `count` microbatches with these numbers of passes."""
         model, parallel = self._shape.model, self._shape.parallel
-        tokens = self._settings.computed_share * batch.tokens / count  # of a microbatch, on average
+        tokens = self._settings.computed_share * batch.tokens / count  # the mean of a microbatch
         local = tokens / parallel.context
         between = local / parallel.tensor if parallel.sequence else local
         both, attentions = forwards + backwards, count * (self._layers - self._delta_layers)

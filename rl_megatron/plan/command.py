@@ -200,7 +200,7 @@ def _search(
     options: argparse.Namespace,
     console: Console,
 ) -> int:
-    """Print the ranking of layouts with the command line of the first, and return the exit status."""
+    """Print the ranking of layouts and the command line of the first that fits, and return the exit status."""
     if options.picture is not None:
         raise ConfigError(f"--picture {options.picture} shows one layout; plan that layout without --search")
     workload = build_workload(without_layout(stage), cluster.world_size, section)
@@ -229,7 +229,7 @@ def _run_best(
 ) -> dict[int, int]:
     """Run the best layouts until `wanted` of them fit, and return their peak bytes by position.
 
-    At most 3 · `wanted` layouts are run. If none of them fits, the one with the lowest peak by closed forms is run,
+    At most 3 · `wanted` layouts are run. If none of them fits, the layout with the lowest peak by closed forms is run,
     too.
     """
     peaks: dict[int, int] = {}

@@ -31,7 +31,7 @@ class Cluster:
         network_gb_per_s: The bandwidth of a GPU between nodes, in one direction.
         memory_margin: The share of memory to leave free.
         compute_efficiency: The share of the GPU's FLOPs that matrix products achieve.
-        memory_efficiency: The share of its memory bandwidth that operators achieve.
+        memory_efficiency: The share of the GPU's memory bandwidth that operators achieve.
         link_efficiency: The share of the links' bandwidth that collectives achieve.
     """
 
@@ -65,7 +65,7 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Return the number of GPUs, which is that of ranks."""
+        """Return the number of GPUs, which is also the number of ranks."""
         return self.nodes * self.gpus_per_node
 
     @property

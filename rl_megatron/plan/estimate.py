@@ -82,7 +82,7 @@ def _waiting_share(use: PhaseUse, parallel: ParallelConfig, microbatches: int) -
     """Return the time that a stage waits for others, as a share of the time in which it computes."""
     others = parallel.pipeline - 1
     if use.name == "generate":
-        return float(others)  # a token passes all stages before the next one
+        return float(others)  # a token passes all stages before the next token begins
     if use.name in _SEQUENCE_PHASES:
         return others / (microbatches * parallel.virtual_pipeline)
     return 0.0
@@ -91,9 +91,9 @@ def _waiting_share(use: PhaseUse, parallel: ParallelConfig, microbatches: int) -
 def estimate_collective(collective: Collective, cluster: Cluster, parallel: ParallelConfig) -> float:
     """Estimate the time of equal collectives: their bytes over the slowest link, and a latency for each.
 
-    Each GPU has a network card of its own. A ring over several nodes enters and leaves each node once per rank of the
-    group in it, so the network cards of these ranks share the bytes. In an all-to-all, each rank sends to ranks of its
-    own node over the link, and to all others over its own network card.
+    Each GPU has a network card of its own. A ring over several nodes enters and leaves each node once for each of the
+    group's ranks on the node, so the network cards of these ranks share the bytes. In an all-to-all, each rank sends to
+    ranks of its own node over the link, and to all others over its own network card.
     """
     size = collective.group_size
     if size < 2:
@@ -133,8 +133,8 @@ class StepEstimate:
     Attributes:
         phases: The time of each phase, on the pipeline stage that is slowest in it.
         uses: What that stage uses in the phase.
-        mfu: Model FLOPs utilisation of training: the operations that its result depends on, as a share of what the GPUs
-            can do in that time. Attention counts as causal, and the head only for tokens that are learned from.
+        mfu: Model FLOPs utilisation of training: the operations that the result depends on, as a share of what the GPUs
+            can do in the phase's time. Attention counts as causal, and the head only for tokens that are learned from.
         tokens_per_second: Tokens of all GPUs' learned sequences per second of the step, prompts included.
     """
 
@@ -179,7 +179,7 @@ def _model_flops(settings: Settings) -> float:
 
 
 def _computed_share(settings: Settings, name: PhaseName, stage: int) -> float:
-    """Return the share of a phase's operations that kernels compute: those of causal attention skip masked tokens."""
+    """Return the share of a phase's operations that kernels compute; causal attention's kernels skip masked tokens."""
     reads = name in _ROLLOUT_PASSES
     if name not in _SEQUENCE_PHASES:
         return 1.0
@@ -208,7 +208,7 @@ def choose_stages(settings: Settings, cluster: Cluster) -> list[int]:
 
 
 def apply_mean_lengths(use: RankUse, settings: Settings) -> RankUse:
-    """Scale the use of a rank that was run with the longest responses to the mean length. Peaks are unchanged."""
+    """Scale a rank's use, counted with the longest responses, to responses of mean length. Peaks are unchanged."""
     response_share = settings.mean_response_tokens / settings.response_tokens
     batches = settings.batches
     shares = {"generate": (response_share, response_share)}

@@ -56,7 +56,7 @@ class Ledger(fake_cuda.Observer):
     """The counts of one rank, phase by phase.
 
     Attributes:
-        logits_width: The last dimension by which logits are recognised, or None.
+        logits_width: The size of the last dimension of logits, or None if no tensor counts as logits.
         held: Live bytes on the device by the location (file and line) that allocated them.
         held_at_peak: `held` at the peak of the current phase, if `keeps_locations`, which takes time.
     """
@@ -133,7 +133,7 @@ class Ledger(fake_cuda.Observer):
         self.on_resize(storage)
 
     def on_resize(self, storage: torch.UntypedStorage) -> None:
-        """Count memory at the size that it has now."""
+        """Count the memory of a storage at its present size."""
         allocation = self._allocations.get(storage._cdata)
         if allocation is not None:
             self._change(allocation, storage.nbytes())

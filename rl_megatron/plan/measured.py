@@ -82,12 +82,12 @@ def extrapolate_microbatches(few: Measured, more: Measured, factor: float) -> Me
 
 
 def repeat(one: Measured, count: float) -> Measured:
-    """Return what `count` such steps use in sequence."""
+    """Return what `count` repetitions of `one` use in sequence."""
     return replace(one, counts=_sum((count, one)))
 
 
 def combine_sequential(parts: Sequence[Measured]) -> Measured:
-    """Return what all parts use, with the memory of the one that has the highest peak."""
+    """Return what all parts use, with the memory of the part that has the highest peak."""
     highest = max(parts, key=lambda part: sum(part.peak))
     host_bytes = max(part.host_bytes for part in parts)
     return replace(highest, counts=_sum(*((1.0, part) for part in parts)), host_bytes=host_bytes)
@@ -112,7 +112,7 @@ def extrapolate_depth(shallow: Measured, deep: Measured, factor: float) -> Measu
         if location in shallow.peaks
     }
     counts = _sum((1 - factor, shallow), (factor, deep))
-    # The picture is that of the deeper stack, drawn to scale.
+    # The timeline is that of the deeper stack, scaled to the extrapolated operators and bytes.
     width = counts.get(("kernels",), 0) / max(1, deep.counts.get(("kernels",), 0))
     highest = max(map(sum, peaks.values()))
     height = (highest - start_bytes) / max(1, sum(deep.peak) - deep.start_bytes)

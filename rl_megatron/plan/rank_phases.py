@@ -62,7 +62,7 @@ class PhaseCounter(Protocol):
 
 @dataclass
 class RankPhases:
-    """A policy, its critic if it has one, and the phases of a step. `build` comes first."""
+    """A policy, its critic if it has one, and the phases of a step. `build` must be called first."""
 
     workload: Workload
     topology: Topology
@@ -147,11 +147,11 @@ class RankPhases:
         return self._run_microbatches(run, work.sequences_per_step, work.microbatches_of_rollout)
 
     def train(self) -> Measured:
-        """Take the policy's optimizer steps of a step."""
+        """Take the policy's optimizer steps of a training step."""
         return self._run_training("train", self.policy, configured_loss(self.workload.stage.loss))
 
     def train_critic(self) -> Measured:
-        """Take the critic's optimizer steps of a step."""
+        """Take the critic's optimizer steps of a training step."""
         assert self.workload.critic is not None  # the phase is run only with a critic
         return self._run_training("train_critic", self.critic, configured_loss(self.workload.critic.loss))
 
@@ -176,8 +176,8 @@ class RankPhases:
     ) -> Measured:
         """Return what a global batch uses. If it has many microbatches, smaller batches are run and extrapolated.
 
-        `run` is called with the number of sequences of a global batch. `microbatches` are this rank's in the whole
-        batch.
+        `run` is called with the number of sequences of a global batch. `microbatches` are this rank's microbatches of
+        the batch.
         """
         data, depth = self.topology.data, self.topology.pipeline
         enough, most = 2 * depth + depth * (self.topology.virtual_pipeline > 1), microbatches.largest
@@ -187,7 +187,7 @@ class RankPhases:
         result = extrapolate_microbatches(few, more, (microbatches.number - enough) / depth)
         if microbatches.smallest == most:
             return result
-        lacking = most - microbatches.smallest  # in one microbatch of `less`
+        lacking = most - microbatches.smallest  # sequences that one microbatch of `less` lacks
         less = run(data * ((enough + depth) * most - lacking))
         lacking_of_all = microbatches.number * most - microbatches.sequences
         return subtract(result, more, less, lacking_of_all / lacking)
@@ -273,7 +273,7 @@ class RankPhases:
                 sender = WeightSender(policy.model, AdapterExporter)
             for filled in _fill_buckets(sender.get_exporter(max_bytes)):
                 dist.all_reduce(filled)
-        if offloads and policy.optimizer is not None:  # as training does; the host keeps its copies
+        if offloads and policy.optimizer is not None:  # training does so, too; the host keeps its copies
             policy.memory.restore_optimizer()
             self._label(policy)
             copies = sum(s.tensor.nbytes for s in offloadable_states(policy.optimizer, policy.model.model_chunks))
@@ -283,7 +283,7 @@ class RankPhases:
     def save(self) -> Measured:
         """Copy the training state of all models to the host, as checkpoints do."""
         for model in self._models:
-            model.memory.allocate_gradients()  # a checkpoint follows training
+            model.memory.allocate_gradients()  # a checkpoint follows training, which needs gradients
         with self.ledger.phase("save") as result:
             copies = []
             for model in self._models:
@@ -310,7 +310,7 @@ def _fill_buckets(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Te
 
 
 def _written_tensors(state: object) -> Iterator[Tensor]:
-    """Yield the tensors of a sharded state that this rank writes: those that it is the first replica of."""
+    """Yield the tensors of a sharded state that this rank writes: those of which it has the first replica."""
     if isinstance(state, dict):
         for value in state.values():
             yield from _written_tensors(value)

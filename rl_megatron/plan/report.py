@@ -32,9 +32,9 @@ class Report:
     """A plan of one layout.
 
     Attributes:
-        uses: What a rank of the first, a middle and the last pipeline stage uses.
+        uses: What one rank of each planned pipeline stage uses.
         source: How `uses` were computed, for the reader.
-        servers: The rollout engine's processes, or None if the policy generates itself or nothing is sampled.
+        servers: The rollout engine's processes, or None if the policy itself generates or nothing is sampled.
     """
 
     name: str

@@ -60,7 +60,7 @@ def count_use(workload: Workload, rank: int, *, exact: bool = False) -> RankUse:
 def _count_at_two_depths(
     workload: Workload, rank: int, phases: Sequence[PhaseName], depths: tuple[Workload, Workload, float]
 ) -> list[Measured]:
-    """Return what phases use. Those without a forward pass take little time and are run with all layers."""
+    """Return what phases use. Phases without a forward pass take little time and are run with all layers."""
     shallow, deep, factor = depths
     others: list[PhaseName] = [name for name in phases if name not in _FORWARD]
     forward: list[PhaseName] = [name for name in phases if name in _FORWARD]

@@ -1,4 +1,4 @@
-"""Rank the layouts of a workload on a cluster by closed forms, and report why the others were rejected."""
+"""Rank the layouts of a workload that fit a cluster by closed forms, and report why other layouts were rejected."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _EXPERT = tuple(2**i for i in range(9))
 _SEQUENCES = (1, 2, 4, 8, 16)
 _RECOMPUTE = ("none", "selective", "full")
 _BATCHING = ("packed", "dynamic", "padded")
-_SHORTEST_SLICE = 128  # tokens of a sequence on a context-parallel rank, at least
+_SHORTEST_SLICE = 128  # the fewest tokens of a sequence on a context-parallel rank
 _FEWEST_DECODED = 8
 
 REASONS = {
     "node": "parallel.tensor exceeds the GPUs of a node",
-    "sequence": "parallel.sequence=false keeps whole activations between layers, and communicates as much",
+    "sequence": "parallel.sequence=false keeps whole activations between layers, but communicates no less",
     "slices": f"parallel.context leaves a rank less than {_SHORTEST_SLICE} tokens of a sequence",
     "idle": "more data-parallel ranks than sequences in a global batch",
     "batching": "train.batching is not packed, so that a step computes padding",
-    "selective": "model.recompute=selective recomputes attention, but its kernels keep no scores",
+    "selective": "model.recompute=selective saves no memory, because attention kernels keep no scores",
     "microbatch": "a microbatch holds more sequences than a rank has",
     "state": "parameters, gradients and optimizer state exceed the memory",
     "activations": "with activations and logits, training exceeds the memory",
@@ -59,7 +59,7 @@ class Candidate:
     peak_bytes: int
 
     def stage(self, base: StageConfig) -> StageConfig:
-        """Return a stage with the choices of the search."""
+        """Return the stage `base` with the choices of the search."""
         settings = self.settings
         train = replace(
             base.train, batching="packed", micro_batch_tokens=settings.microbatch.tokens,
@@ -72,7 +72,7 @@ class Candidate:
         return replace(base, model=shape.model, parallel=shape.parallel, train=train, generation=generation)
 
     def overrides(self, stage: str | None) -> dict[str, str]:
-        """Return the keys that the search has chosen, as overrides of `train`. A run with one stage passes None."""
+        """Return the keys that the search has chosen, as overrides of `train`. `stage` is None for a run with one."""
         settings, parallel = self.settings, self.settings.shape.parallel
         prefix = "" if stage is None else f"stages.{stage}."
         usual = ParallelConfig()
@@ -102,7 +102,7 @@ class Search:
         ranked: The candidates that fit, fastest first.
         rejected: The number of rejected combinations, by reason.
         considered: The number of all combinations.
-        servers: The rollout engine's processes, or None if the policy generates itself.
+        servers: The rollout engine's processes, or None if the policy itself generates.
     """
 
     ranked: tuple[Candidate, ...]
@@ -112,7 +112,7 @@ class Search:
 
 
 def search(workload: Workload, cluster: Cluster, mean_response_tokens: int | None = None) -> Search:
-    """Find the layouts that fit a cluster, fastest first, for the workload of a stage `without_layout`.
+    """Find the layouts that fit a cluster, fastest first. The workload is that of a stage from `without_layout`.
 
     By default, all responses have the maximum length.
     """
@@ -120,7 +120,7 @@ def search(workload: Workload, cluster: Cluster, mean_response_tokens: int | Non
 
 
 def without_layout(stage: StageConfig) -> StageConfig:
-    """Set the keys that the search chooses to simple values, because the stage's own layout need not fit."""
+    """Return the stage with simple values of the keys to be searched, because its own layout need not fit."""
     group = 2 if isinstance(stage.algorithm, PairsConfig) else 1
     train = replace(stage.train, batching="padded", micro_batch_size=group, fused_head=False, reference="resident")
     model = replace(stage.model, recompute="none")
@@ -254,7 +254,7 @@ class _Searcher:
             return
 
     def _why_too_large(self, settings: Settings) -> str | None:
-        """Return why training does not fit, or None. The check is much faster than that of all phases."""
+        """Return why training does not fit, or None if it fits. The check is much faster than that of all phases."""
         limit, shape = self._cluster.usable_bytes, settings.shape
         for stage in shape.stages_of_kinds():
             kept = settings.count_static_bytes(stage).total

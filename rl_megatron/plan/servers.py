@@ -33,7 +33,7 @@ class Servers:
 
     @classmethod
     def from_workload(cls, workload: Workload, cluster: Cluster) -> Self | None:
-        """Return the processes of a workload's engine, or None if the policy generates itself or nothing is sampled."""
+        """Return the processes of a workload's engine, or None if the policy itself generates or nothing is sampled."""
         if not workload.syncs_weights:
             return None
         stage, generation, num_bytes = workload.stage, workload.stage.generation, 0

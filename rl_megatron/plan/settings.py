@@ -121,14 +121,14 @@ class Settings:
         precision: "bf16" or "fp32".
         distributed: `optimizer.distributed`.
         pads: Whether every sequence is padded to the longest of its batch.
-        reference: Where the reference policy is kept, or None without one.
+        reference: Where the reference policy is kept, or None if the stage needs no reference policy.
         recomputes_logprobs: Whether the policy computes logprobs before it learns.
         critic_distributed: `distributed` of the critic's optimizer, or None without a critic.
         completions: Completions that each model replica generates in a step, or 0.
         prompts: The number of different prompts of these completions.
         decoded_together: The completions that are decoded together.
         response_tokens: The tokens of the longest response.
-        bucket_bytes: The bytes of a bucket of a weight sync, or 0 without one.
+        bucket_bytes: The bytes of a bucket of a weight sync, or 0 if weights are not sent.
         sends_adapter: Whether a weight sync sends only the adapter.
         servers: The rollout engine's processes, or None if the policy itself generates or no GPU is chosen.
     """
@@ -157,7 +157,7 @@ class Settings:
         """Return the settings of a workload; without a mean, all responses have the maximum length.
 
         Raises:
-            ConfigError: The mean exceeds the longest.
+            ConfigError: The mean exceeds the longest response.
         """
         stage, longest = workload.stage, workload.response_tokens
         mean = longest if mean_response_tokens is None else mean_response_tokens
@@ -210,7 +210,7 @@ class Settings:
 
     @property
     def copies_on_device(self) -> bool:
-        """Return whether a reference policy has weights of its own on the device. With adapters it has none."""
+        """Return whether a reference policy has its own weights on the device. Beside adapters it uses the base."""
         return self.reference == "resident" and self.shape.lora is None
 
     def count_static_bytes(self, stage: int) -> Bytes:

@@ -23,7 +23,7 @@ class MicrobatchSizes:
 
     Attributes:
         counts: (sequences of a microbatch, how many such microbatches there are), the largest first. Padding sequences
-            count if they are as wide as others. Microbatches that only fill an interleaved pipeline count.
+            count if they are as wide as others. Microbatches that only fill an interleaved pipeline count, too.
     """
 
     counts: tuple[tuple[int, int], ...]
@@ -42,7 +42,7 @@ class MicrobatchSizes:
             group_size: The sequences that have to share a microbatch.
             multiple: The number of microbatches is a multiple of this: the stages of an interleaved pipeline.
         """
-        groups = -(-sequences // (data * group_size))  # of the rank; a padding sequence has one token, unless padded
+        groups = -(-sequences // (data * group_size))  # of a rank; padding sequences have one token unless padded
         most = min(most, groups * group_size)
         number = -(-groups * group_size // most)
         if kind == "padded":
@@ -92,7 +92,7 @@ class Workload:
 
     Attributes:
         prompt_tokens: The tokens of a prompt; they are read, but not learned from.
-        response_tokens: The tokens of a response, or of whatever is learned from.
+        response_tokens: The tokens of a response, or of any other text that is trained on.
         recomputes_logprobs: Whether the policy computes the logprobs of a rollout before it learns from it.
         head: The policy's head: "score" for a reward model.
     """
@@ -186,7 +186,7 @@ class Workload:
         return fits
 
     def microbatches(self, sequences: int, group_size: int | None = None) -> MicrobatchSizes:
-        """Return the microbatches of a global batch, on the rank with the most. `group_size` defaults to training's."""
+        """Return a batch's microbatches on the rank with the most sequences. `group_size` defaults to the stage's."""
         return MicrobatchSizes.from_sequences(
             sequences, self.data, self.most_per_microbatch, self.stage.train.batching,
             group_size=group_size or self.group_size, multiple=self.filled_multiple,
@@ -194,7 +194,7 @@ class Workload:
 
     @property
     def filled_multiple(self) -> int:
-        """Return the number whose multiple the number of a step's microbatches must be; repeated ones fill it up."""
+        """Return what a step's number of microbatches must be divisible by; the smallest is repeated to reach it."""
         parallel = self.stage.parallel
         return parallel.pipeline if parallel.virtual_pipeline > 1 else 1
 

@@ -174,7 +174,7 @@ def alone(directory: str) -> str:
 
 
 def test_an_adapter_does_not_make_a_policy_without_its_base(ranks, tmp_path):
-    assert "its base was never saved; load the base first" in ranks.run(1, alone, str(tmp_path))[0]
+    assert "whose base was never saved; load the base first" in ranks.run(1, alone, str(tmp_path))[0]
 
 
 @pytest.mark.parametrize("head", ["lm", "score"])

@@ -82,7 +82,7 @@ def find_family_of_config(hf_config: Mapping[str, Any], where: str) -> Family:
 
 
 def text_config(hf_config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the config.json of the text model alone; it is `hf_config` itself unless that model reads images."""
+    """Return the config.json of the text model alone; it is `hf_config` itself unless the model reads images."""
     family = find_family_of_config(hf_config, where)
     if family.architecture in hf_config["architectures"] or family.with_images is None:
         return hf_config
@@ -120,5 +120,5 @@ def _extract_meaning(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     meaning = {key: value for key, value in sizes.items() if key not in NOT_OF_THE_WEIGHTS}
     meaning["vocab_size"] = model.vocab_size or vocab_size
     if model.num_experts is not None and model.first_dense_layers == 0:
-        meaning["ffn_hidden_size"] = None  # the key is about dense layers, and the model has none
+        meaning["ffn_hidden_size"] = None  # the key is only about dense layers, and the model has none
     return meaning

@@ -19,7 +19,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def read_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the model section about experts; none if all layers are dense."""
+    """Return the keys of the model section about experts; if all layers are dense, the result is empty."""
     dense = hf["first_k_dense_replace"]
     if dense >= hf["num_hidden_layers"]:
         return {}

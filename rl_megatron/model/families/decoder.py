@@ -1,4 +1,4 @@
-"""The keys of config.json that Llama and similar families share, read into and written from the model section."""
+"""Conversion between the model section and the keys of config.json that Llama and similar families share."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def read_decoder(
     width: str = "intermediate_size",
     ignored_of_rope: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
-    """Return the keys of the model section that these families share.
+    """Return the keys of the model section that Llama and similar families share.
 
     Args:
         hf: The content of the config.json.
         share: The default part of each head that RoPE rotates, or None for whole heads (`rope.py`).
-        width: The key of the inner width of the MLP.
+        width: The key of config.json for the inner width of the MLP.
         ignored_of_rope: Keys of RoPE that do not change what this family computes.
     """
     require_only(hf, hidden_act="silu")
@@ -45,7 +45,7 @@ def read_decoder(
 
 
 def write_decoder(architecture: str, model_type: str, model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """Return the keys of config.json that these families share, from the model section."""
+    """Return the keys of config.json that Llama and similar families share, from the model section."""
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -82,14 +82,14 @@ def read_period(kinds: Sequence[str], every: int | None = None) -> int | None:
 
 
 def layer_types(num_layers: int, every: int | None) -> list[str]:
-    """Return the kind of each layer: every n-th has no sliding window; if `every` is None, none has one."""
+    """Return the kind of each layer: each `every`-th has no sliding window; if `every` is None, no layer has one."""
     return [GLOBAL if every is None or layer % every == 0 else LOCAL for layer in range(1, num_layers + 1)]
 
 
 def read_window(hf: Mapping[str, Any]) -> int | None:
-    """Return Qwen's sliding window, or None. All layers must have it, or none.
+    """Return Qwen's sliding window, or None if no layer has it. A window in only some layers is refused.
 
-    It applies if `use_sliding_window` is true, from layer `max_window_layers` on (or in the layers of `layer_types`).
+    It applies if `use_sliding_window` is true, from layer `max_window_layers` on or where `layer_types` says so.
     """
     window, layers = hf.get("sliding_window"), hf["num_hidden_layers"]
     first = hf.get("max_window_layers", 28)

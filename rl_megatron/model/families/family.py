@@ -25,12 +25,12 @@ class Family:
         read_config: Returns the model section of a config.json. It raises ConfigError if a key or value is not
             supported, and the message names it.
         write_config: Returns a config.json, given a model section and the number of rows of the embedding. If the
-            family can express the model, `read_config` returns the same section for it.
+            family can express the model, `read_config` converts the result back to the same section.
         table: Returns the weight table, given a model section and the number of rows of the embedding.
         is_dropped: Returns whether the tensor of this name in a Hugging Face checkpoint is ignored, because it is not
             part of the model here or in transformers.
         ignored: Keys of config.json that change nothing, whatever their value.
-        with_images: The models that read images and whose text model is one of this family, or None.
+        with_images: The supported models that read images with a text model of this family, or None without any.
         stacked_experts: End of the name of a tensor that may stack all experts of a layer, [E, rows, columns] → the
             linears that its rows hold, from top to bottom. The table has a tensor for each expert's linear.
     """

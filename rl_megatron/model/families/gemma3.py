@@ -25,8 +25,8 @@ from rl_megatron.model.families.table import (
 )
 from rl_megatron.model.families.with_images import WithImages
 
-_GLOBAL_BASE = 1_000_000.0  # the RoPE base of layers without a window if config.json has none
-_PATTERN = 6  # the period of layers without a window if config.json has none
+_GLOBAL_BASE = 1_000_000.0  # the RoPE base of layers without a window, if config.json lacks it
+_PATTERN = 6  # the period of layers without a window, if config.json lacks it
 # Keys that must have one of these values, because no other value is supported.
 _ABSENT: dict[str, tuple] = {
     "attn_logit_softcapping": (None,),
@@ -152,7 +152,7 @@ _IGNORED = frozenset(
         "sliding_window_pattern",
     }
 )  # fmt: skip
-# The published files leave out what equals these defaults of transformers.
+# The published files omit keys whose values equal these defaults of transformers.
 _WITH_IMAGES = WithImages(
     "Gemma3ForConditionalGeneration",
     "gemma3_text",

@@ -23,7 +23,7 @@ _HARMLESS = frozenset(
 
 
 class HFConfig(Mapping[str, Any]):
-    """The keys of a config.json. It records which of them are read, and reading a missing key raises ConfigError.
+    """A config.json that records which of its keys are read. Reading a missing key raises ConfigError.
 
     `where` names the file in messages.
     """

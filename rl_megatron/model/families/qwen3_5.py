@@ -37,7 +37,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 def read_hybrid(hf: Mapping[str, Any], width: str = "intermediate_size") -> dict[str, Any]:
     """Return the keys of the model section that models with and without experts share.
 
-    `width` is the key of the inner width of the MLP.
+    `width` is the key of config.json for the inner width of the MLP.
     """
     require_only(hf, attention_bias=False, attn_output_gate=True, mamba_ssm_dtype="float32")
     return {
@@ -52,7 +52,7 @@ def read_hybrid(hf: Mapping[str, Any], width: str = "intermediate_size") -> dict
 
 
 def _read_period(hf: Mapping[str, Any]) -> int:
-    """Return n, if every n-th layer has attention and all others have the gated delta rule."""
+    """Return the n for which every n-th layer has attention and all others have the gated delta rule."""
     every = hf.get("full_attention_interval") or _PERIOD
     kinds = hf.get("layer_types") or _list_layer_types(hf["num_hidden_layers"], every)
     if GLOBAL in kinds:

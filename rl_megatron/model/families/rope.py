@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import LinearRope, Llama3Rope, ModelConfig, RopeScaling, YarnRope
 
-# For each kind of scaling: the class of our setting, and the keys that config.json and the class share.
+# For each kind of scaling: the class of this package's setting, and the keys that config.json and the class share.
 _KINDS: dict[str, tuple[type | None, frozenset[str]]] = {
     "default": (None, frozenset()),
     "linear": (LinearRope, frozenset({"factor"})),
@@ -60,7 +60,7 @@ def read_rope(
 
 
 def read_scaling(parameters: Mapping[str, Any], where: str, max_position_embeddings: int) -> RopeScaling | None:
-    """Return the scaling that one table of RoPE parameters describes, or None.
+    """Return the scaling that one table of RoPE parameters describes, or None if it describes RoPE without scaling.
 
     `where` is the table's key in config.json, for messages. Missing parameters are computed from the model's context
     length, `max_position_embeddings`.
@@ -105,7 +105,7 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """Return the table of RoPE parameters for `scaling`, without `rope_theta`, or None."""
+    """Return the table of RoPE parameters for `scaling`, without `rope_theta`, or None if `scaling` is None."""
     if scaling is None:
         return None
     keys = {key: value for key, value in asdict(scaling).items() if value is not None}

@@ -29,15 +29,15 @@ def name_classifier(family: Family) -> str:
 
 
 def describe_decoder(hf_config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the config.json of the language model with the decoder of a classifier that has one label."""
+    """Return the config.json of the language model that has the same decoder as a classifier of one label."""
     named = hf_config.get("architectures") or []
     supported = (family for family in FAMILIES.values() if family.architecture not in _WITHOUT_CLASSIFIER)
     decoders = {name_classifier(family): family.architecture for family in supported}
     classifier = next((name for name in named if name in decoders), None)
     if classifier is None:
         raise ConfigError(
-            f"{where}: architectures={list(named)} has no score head that can be read; a reward model is one of "
-            f"{', '.join(decoders)}"
+            f"{where}: architectures={list(named)} has no score head that can be read; supported architectures of "
+            f"reward models: {', '.join(decoders)}"
         )
     labels = hf_config.get("num_labels", len(hf_config.get("id2label", {0: 0, 1: 1})))  # transformers' default is two
     if labels != 1:
@@ -50,7 +50,7 @@ def describe_classifier(hf_config: Mapping[str, Any], family: Family) -> dict[st
     """Return the config.json of the classifier of one label that has a language model's decoder.
 
     transformers reads the score at the last token that is not padding. If answers end with the padding token, the
-    config.json has no `pad_token_id`. transformers then reads the last token, and refuses several sequences at once.
+    config.json has no `pad_token_id`. transformers then reads the last token, and refuses a batch of several sequences.
     """
     if family.architecture in _WITHOUT_CLASSIFIER:
         raise ConfigError(
@@ -60,9 +60,9 @@ def describe_classifier(hf_config: Mapping[str, Any], family: Family) -> dict[st
     ends = hf_config.get("eos_token_id")
     if hf_config.get("pad_token_id") in (ends if isinstance(ends, list) else [ends]) and ends is not None:
         log.once(
-            "the tokenizer pads with the token that ends answers, at which the score is read, so the exported model "
-            "has no pad_token_id: transformers scores one sequence at a time, unless you set pad_token_id to a token "
-            "that ends no answer"
+            "the score is read at the token that ends answers, but the tokenizer also pads with it, so the exported "
+            "model has no pad_token_id: transformers scores one sequence at a time, unless you set pad_token_id to a "
+            "token that ends no answer"
         )
         hf_config = {**hf_config, "pad_token_id": None}
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

@@ -3,7 +3,7 @@
 The two formats differ only in the order of whole rows: Megatron interleaves query, key and value by group, stacks gate
 above up, pads the vocabulary and stacks experts. A table only moves rows. The conversion is therefore exact bit for bit
 in both directions, and works shard by shard. A table can be checked before a byte is read, because each row of either
-side must occur once.
+format must occur exactly once.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Rows:
 
     Attributes:
         hf_name: The Hugging Face tensor.
-        hf_row: The block's first row there, or in its slab.
+        hf_row: The block's first row in the Hugging Face tensor, or in its slab.
         name: The Megatron tensor.
-        row: The block's first row there.
+        row: The block's first row in the Megatron tensor.
         count: The number of rows.
-        slab: The part of the Hugging Face tensor that has the rows, if it stacks experts. None otherwise.
+        slab: The part of the Hugging Face tensor that has the rows, or None if the tensor does not stack experts.
     """
 
     hf_name: str
@@ -103,7 +103,7 @@ class WeightTable:
         return (shape[0] * shape[-1], *shape[1:-1])
 
     def with_first_rows(self, names: Iterable[str], count: int) -> WeightTable:
-        """Return the table with only the first `count` rows of these Megatron tensors, each one Hugging Face tensor."""
+        """Return the table with the first `count` rows of these Megatron tensors, each a single Hugging Face tensor."""
         firsts = {name: self.by_name[name][0] for name in names}
         cut = {first.hf_name: name for name, first in firsts.items()}
         return replace(
@@ -152,7 +152,7 @@ class TableBuilder:
     def add_stacked(self, name: str, parts: dict[str, int], *columns: int) -> None:
         """Add a Megatron tensor that stacks Hugging Face tensors vertically.
 
-        `parts` has the number of rows of each, from top to bottom, and `columns` the sizes of the other dimensions.
+        `parts` has the number of rows of each Hugging Face tensor, from top to bottom. `columns` are the other sizes.
         """
         start = 0
         for hf_name, count in parts.items():
@@ -200,7 +200,7 @@ class TableBuilder:
         ]
 
     def build(self) -> WeightTable:
-        """Return the table, after checking that every row of both sides occurs once."""
+        """Return the table, after checking that every row of both formats occurs exactly once."""
         table = WeightTable(self._hf_shapes, self._shapes, tuple(self._rows), frozenset(self._fp32))
         numbered = {name: table.numbered_shape(name) for name in table.hf_shapes}
         for shapes, blocks, first in (
@@ -232,7 +232,7 @@ class Layer(NamedTuple):
 
 
 AddLayerPart = Callable[[TableBuilder, ModelConfig, Layer], None]
-"""Adds a part of one layer to the table."""
+"""A function that adds a part of one layer to the table."""
 
 
 # --- The parts that decoders share. `hf` and `megatron` are prefixes of names, such as "model.layers.0.". ---

@@ -1,6 +1,6 @@
-"""Models that read images, whose text model is a model of a family.
+"""Models that read images, and whose text model belongs to one of the families.
 
-Such a model's config.json has the text model's keys in `text_config`, and its tensors' names have a prefix.
+Such a model's config.json has the text model's keys in `text_config`, and the text model's tensor names have a prefix.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IMAGE_KEYS = frozenset(
         "vision_end_token_id", "vision_feature_layer", "vision_start_token_id",
     }
 )  # fmt: skip
-# The names of tensors at their beginning: those that transformers 5 writes, and those of older files.
+# Prefixes of tensor names, in files of transformers 5 and in older ones → prefixes in the text model alone.
 _PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -41,7 +41,7 @@ class WithImages:
     Attributes:
         architecture: Their name in `architectures` of a config.json.
         text_type: The `model_type` of their `text_config`.
-        model_type: The `model_type` of the text model alone, if it is not `text_type`.
+        model_type: The `model_type` of the text model alone, or None if it is `text_type`.
         defaults: Keys that `text_config` may lack, with transformers' default values.
     """
 
@@ -64,7 +64,8 @@ class WithImages:
                 f"{where}: {_TEXT}.model_type={text.get('model_type')!r} is not supported; {self.architecture} is "
                 f"read with {self.text_type!r}"
             )
-        tied = {key: whole[key] for key in ("tie_word_embeddings",) if key in whole}  # it overrides the text's
+        # As in transformers, the outer key overrides that of text_config.
+        tied = {key: whole[key] for key in ("tie_word_embeddings",) if key in whole}
         whole.refuse_unread(_IMAGE_KEYS)
         config = {**self.defaults, **text, **tied, "architectures": [architecture]}
         if self.model_type is None:

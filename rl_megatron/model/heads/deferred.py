@@ -66,7 +66,7 @@ class DeferredHead:
 
 @dataclass(frozen=True)
 class UncopiedHead:
-    """The language model head of this rank, whose logits [S, B, V/tp] losses see as a view [B, S, V/tp].
+    """The language model head of this rank. Losses get its logits [S, B, V/tp] as a view [B, S, V/tp].
 
     By default the model copies the logits into that order, and autograd copies their gradient back.
     """
@@ -104,7 +104,7 @@ def _find_model_with_head(model_chunks: list[torch.nn.Module]) -> GPTModel | Non
 
 @contextmanager
 def _replace_forward(head: torch.nn.Module, forward: Callable) -> Iterator[None]:
-    """Let `head` use `forward` within the block, as an attribute of the instance, and restore it afterwards."""
+    """Let `head` use `forward` within the block, as an attribute of the instance, and undo this afterwards."""
     original = vars(head).get("forward")
     head.forward = forward
     try:

@@ -55,15 +55,15 @@ class PortablePacking(PackedSeqParams):
 class PortableRotaryEmbedding(RotaryEmbedding):
     """megatron-core's RoPE, in which each token of a pack has its position in its own sequence.
 
-    It returns cosines and sines instead of angles (`compute_turns`), which are computed once for all layers. One lookup
-    gives those of a whole pack; megatron-core would loop over sequences in every layer.
+    It returns cosines and sines (`compute_turns`) instead of angles. They are computed once for all layers. A pack's
+    cosines and sines need only one lookup; megatron-core would loop over sequences in every layer.
 
     If layers with a window have their own frequencies (`local_frequencies` [D/2]), it returns both kinds side by side,
-    [S, 1, 2, D], because megatron-core passes one tensor to all layers. `PortableSelfAttention` selects its layer's.
+    [S, 1, 2, D], because megatron-core passes one tensor to all layers. `PortableSelfAttention` selects one kind.
     """
 
     local_frequencies: Tensor | None = None
-    scale: float = 1.0  # of cosines and sines
+    scale: float = 1.0  # a factor of cosines and sines
 
     def get_emb(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Return the cosines and sines of `max_seq_len` positions, from `offset` on.
@@ -100,7 +100,7 @@ class PortableRotaryEmbedding(RotaryEmbedding):
 
 
 class PortableSelfAttention(SelfAttention):
-    """megatron-core's self-attention with our rotation of queries and keys.
+    """megatron-core's self-attention with the rotation of queries and keys from `rope.py`.
 
     It selects the layer's RoPE if layers with a window have their own. With `attention_output_gate`, each query head
     has a gate after its query among the rows of `linear_qkv`, as in Hugging Face checkpoints; megatron-core would put
@@ -303,7 +303,7 @@ class PortableAttention(torch.nn.Module):
         """Return the output for a pack. No scores are computed between tokens of different sequences.
 
         torch's flash kernel computes a pack directly. For other kernels, sequences of similar length are unpacked into
-        one batch and attend together.
+        one batch.
         """
         if self.attends_within_pack(query, value, sequences):
             parts = (query[:, 0], key[:, 0], value[:, 0])

@@ -4,9 +4,9 @@ With a matrix S [key, value] that begins as 0, a token with query q, key k, valu
 
     S ← α·S + k·(β·(v − α·Sᵀk))ᵀ        o = Sᵀq
 
-It replaces the value that the memory returns for the key k by a mixture of that value and v. All tokens of a block are
-computed together. Let γ_i be the product of the decays from the block's start to token i, and S the memory at its
-start. The corrections U of its tokens solve
+The token replaces the value that the memory returns for the key k by a mixture of that value and v. All tokens of a
+block are computed together. Let γ_i be the product of the decays from the block's start to token i, and S the memory at
+the block's start. The corrections U of its tokens solve
 
     (I + L)·U = β·V − (β·γ·K)·S         L_ij = β_i·(γ_i/γ_j)·(k_i·k_j)  for j < i
 
@@ -75,7 +75,7 @@ def apply_delta_rule(
     since_begin = log_decay.cumsum(-2)
     to_end = (since_begin[..., -1:, :] - since_begin).exp()
     later = torch.ones(block, block, dtype=torch.bool, device=query.device).triu(1)
-    decay = (since_begin - since_begin.mT).masked_fill(later, -torch.inf).exp()  # γ_i/γ_j of i ≥ j, and 0
+    decay = (since_begin - since_begin.mT).masked_fill(later, -torch.inf).exp()  # γ_i/γ_j if i ≥ j, else 0
     lower = strength * decay * (key @ key.mT)
     right = torch.cat([strength * value, strength * since_begin.exp() * key], dim=-1)
     # The solver reads only entries below the diagonal.
@@ -105,7 +105,7 @@ def convolve(
 
     Args:
         x: [B, L, …] The inputs.
-        weight: […, K] The factors of an input and the K − 1 before it, the earliest first.
+        weight: […, K] The factors of an input and of the K − 1 inputs before it, the earliest first.
         earlier: [B, K − 1, …] The inputs before the first one, or None for 0.
         lengths: [B] The length of each sequence, or None for L.
     """

@@ -45,8 +45,8 @@ def permute(
         tokens: [T, H].
         routing_map: Whether a token is sent to an expert, [T, E].
         probs: The weight of a token's expert, [T, E].
-        num_out_tokens: The number of entries of `routing_map` that are true. If the host does not know it, or one of
-            the next two is true, megatron-core's function is called.
+        num_out_tokens: The number of entries of `routing_map` that are true. If the host does not know it, or if
+            `fused` or `drop_and_pad` is true, megatron-core's function is called.
         fused: Whether Transformer Engine permutes.
         drop_and_pad: Whether each expert has an equal number of tokens.
 

@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, silu
 
 from rl_megatron.model.layers.kernels import find_layer_kernels
 
-# Functions of the gate, by the value of model.activation. "swiglu_oai" is not one.
+# Functions of the gate, by the value of model.activation. "swiglu_oai" is not a function of the gate alone.
 ACTIVATIONS = {"silu": silu, "gelu_tanh": partial(gelu, approximate="tanh")}
 _GRADIENTS: dict[str, Callable[..., Tensor]] = {
     "silu": torch.ops.aten.silu_backward.grad_input,
@@ -27,8 +27,8 @@ _SLOPE, _LIMIT = 1.702, 7.0
 class GatedActivation(MegatronModule):
     """The activation [..., 2·F] → [..., F] between the two linears of an MLP. Its input is gate and up, side by side.
 
-    It is activation(gate)·up or, for "swiglu_oai", g·sigmoid(1.702·g)·(u + 1) with g = min(gate, 7) and u = up clamped
-    to ±7 (gpt-oss).
+    The result is activation(gate)·up or, for "swiglu_oai", g·sigmoid(1.702·g)·(u + 1) with g = min(gate, 7) and u = up
+    clamped to ±7 (gpt-oss).
 
     Args:
         config: megatron-core's config.
@@ -79,7 +79,7 @@ class _GatedActivation(torch.autograd.Function):
         activated = kept[0] if kept else ACTIVATIONS[ctx.activation](gate)
         result = torch.empty_like(both)
         gate_gradient, up_gradient = result.chunk(2, dim=-1)
-        torch.mul(gradient, up, out=up_gradient)  # scratch
+        torch.mul(gradient, up, out=up_gradient)  # up_gradient is scratch here
         _GRADIENTS[ctx.activation](up_gradient, gate, grad_input=gate_gradient)
         torch.mul(gradient, activated, out=up_gradient)
         return result, None

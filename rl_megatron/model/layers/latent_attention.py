@@ -41,7 +41,7 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 class LatentAttention(MegatronModule):
-    """Multi-head latent attention that replaces megatron-core's self-attention and is built from its linears.
+    """Multi-head latent attention, which replaces megatron-core's self-attention and uses megatron-core's linears.
 
     Its modules have the names of megatron-core's MLASelfAttention. That class is not used for three reasons. It refuses
     RoPE angles as an argument. It supports packs only with Transformer Engine. And it does not sum the gradient of the
@@ -51,7 +51,7 @@ class LatentAttention(MegatronModule):
         c_kv, k_r = W_dkv·h         k, v = W_ukv·norm(c_kv)   [nope + v] per head
         scores = [q_nope, rope(q_rope)] · [k, rope(k_r)]
 
-    RoPE rotates neighbours (x₀, x₁), (x₂, x₃), …. They are sorted into halves first, as megatron-core expects them.
+    RoPE rotates neighbours (x₀, x₁), (x₂, x₃), …. They are sorted into halves first, as `rotate` expects them.
 
     Shapes: hidden is [S, B, H], or [S/tp, B, H] under sequence parallelism; the result has the same shape.
 
@@ -131,7 +131,7 @@ class LatentAttention(MegatronModule):
         if self.config.sequence_parallel:
             shared = gather_from_sequence_parallel_region(shared, group=self.tp_group)  # backward sums over all heads
         else:
-            shared = copy_to_tensor_model_parallel_region(shared, group=self.tp_group)  # backward sums here, too
+            shared = copy_to_tensor_model_parallel_region(shared, group=self.tp_group)  # backward sums over all heads
         both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
         heads = both.unflatten(-1, (-1, self.shape.key_and_value))
         key, value = heads.split([self.shape.nope, self.shape.value], dim=-1)
@@ -139,6 +139,6 @@ class LatentAttention(MegatronModule):
         return torch.cat([key, shared], dim=-1), value.contiguous()
 
     def _turn(self, x: Tensor, turns: Tensor) -> Tensor:
-        """Return [S, B, heads, rope] rotated by RoPE."""
+        """Return x [S, B, heads, rope] rotated by RoPE."""
         sorted_ = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
         return rotate(sorted_, turns, self.rotary_scale)

@@ -33,7 +33,7 @@ class PortableRMSNorm(torch.nn.RMSNorm):
 
 
 def apply_rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """Return torch's rms_norm over the last dimension. A GPU has a kernel for it, and a CPU has none."""
+    """Return torch's rms_norm over the last dimension. torch has one kernel for it on a GPU, but not on a CPU."""
     if x.device.type != "cpu":
         return rms_norm(x, weight.shape, weight, eps)
     return _RMSNorm.apply(x, weight, eps)

@@ -21,7 +21,7 @@ _ALIGNED_NUMBERS = 16
 
 @dataclass(frozen=True)
 class Bucket:
-    """b sequences of similar length, which attend together as a batch padded to the length L of the longest.
+    """b sequences of similar length, which attention computes as one batch padded to the length L of the longest.
 
     No sequence is twice as long as another. Positions beyond a sequence's end read arbitrary tokens: no query within
     the sequence attends to them, and the output of queries beyond the end is dropped.
@@ -71,7 +71,7 @@ class PackedSequences:
         return len(self.buckets) == 1 and math.prod(self.buckets[0].query_shape) == len(self.slots)
 
     def unpack(self, tokens: Tensor) -> Sequence[Tensor]:
-        """Return this rank's tokens [T, …] as one batch [b, L, …] for each bucket, without context parallelism."""
+        """Return the tokens [T, …] as one batch [b, L, …] per bucket. Context parallelism is not supported."""
         batches = (tokens,) if self.is_one_batch else _Unpack.apply(tokens, self.slots, *self._indices)
         return [batch.unflatten(0, bucket.query_shape) for batch, bucket in zip(batches, self.buckets, strict=True)]
 
@@ -83,7 +83,7 @@ class PackedSequences:
     def key_slots(self) -> Tensor:
         """Return the index [T] of each token of all ranks, in rank order, among the keys of all buckets, in order.
 
-        Positions beyond a sequence's end read token 0, too. Its own slot is the smallest of these.
+        Keys beyond a sequence's end also refer to token 0, whose own key is the first of these.
         """
         (_, length), (_, local_length) = self.buckets[0].key_shape, self.buckets[0].query_shape
         keys = torch.cat([bucket.keys for bucket in self.buckets])
@@ -198,7 +198,7 @@ def build_causal_bias(positions: Tensor, length: int, window: int | None, dtype:
 
 
 class LastBiases:
-    """The attention biases of the current sequences: made once for all layers, and freed for other sequences."""
+    """The attention biases of the current sequences: made once for all layers, and freed if the sequences change."""
 
     def __init__(self) -> None:
         self._sequences: object = None

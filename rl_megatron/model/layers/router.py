@@ -19,7 +19,7 @@ SCOPES = {"microbatch": "aux_loss", "global": GLOBAL}
 
 
 class BalancedRouter(TopKRouter):
-    """megatron-core's top-k router with a different balancing loss. It is on if `model.router_aux_loss` c is above 0.
+    """megatron-core's top-k router with a different balancing loss, which is on if `model.router_aux_loss` c exceeds 0.
 
         L_aux = c · Σ_layers Σ_m (T_m / T) · (E / k) · Σ_i f_i·P_i
         f_i = share of tokens that go to expert i      P_i = mean probability of expert i over microbatch m's T_m tokens

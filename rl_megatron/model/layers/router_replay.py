@@ -29,7 +29,7 @@ def find_expert_layers(model_chunks: Iterable[torch.nn.Module]) -> list[int]:
 
 
 def number_tokens(padding: Tensor, first: int) -> Tensor:
-    """Return the numbers of a microbatch's tokens, and which tokens are padding, for `replaying`.
+    """Return a code for each token of a microbatch, for `replaying`: 2 · its number, plus 1 if it is padding.
 
     Args:
         padding: [R, L] bool, true for tokens that do not count in the balance of experts.
@@ -78,7 +78,7 @@ class ReplayedTopK:
 
     Attributes:
         numbers: [tokens] The numbers of the tokens that the layer is computing.
-        padding: [tokens] Which of them are padding.
+        padding: [tokens] Which of these tokens are padding.
     """
 
     numbers: Tensor

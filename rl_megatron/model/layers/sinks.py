@@ -4,7 +4,7 @@
 
 torch's kernels have no sinks, but they return the log-sum-exp of each softmax. With it, the output without the sink can
 be rescaled to the output with the sink. Their backward recomputes p from the log-sum-exp, and the mean gradient of p
-from the output. So with the log-sum-exp and the output of attention with sinks, it returns the gradients of that.
+from the output. So given the log-sum-exp and the output with the sink, it returns the gradients with the sink.
 
 Source: OpenAI 2025, gpt-oss model card (arXiv:2508.10925), §2.
 """
@@ -83,7 +83,7 @@ class _SinkAttention(torch.autograd.Function):
                 bias is None, scale=ctx.scale,
             )[:3]  # fmt: skip
         # A sink has no value, so its score's gradient is −p·(the mean gradient of p); that mean is gradient · output.
-        query_log_sum = log_sum[..., : output.size(2)]  # a GPU's kernel pads them
+        query_log_sum = log_sum[..., : output.size(2)]  # a GPU's kernel pads log_sum
         share = (sinks[:, None].float() - query_log_sum).exp()
         sink_gradients = -(share * (gradient.float() * output.float()).sum(-1)).sum((0, 2))
         return *tensor_gradients, sink_gradients.to(sinks.dtype), None, None

@@ -21,8 +21,8 @@ class _MatrixProduct:
 def fuse_weight_gradients(topology: Topology) -> bool:
     """Return whether linears add weight gradients to the gradient buffer, and prepare megatron-core for it.
 
-    They do so on a GPU. Otherwise backward would round each microbatch's gradient to bf16, and DDP would add it in a
-    second pass. Transformer Engine's layers use their own matrix product for it, and megatron-core's use Apex's, or
+    On a GPU they do, because otherwise backward would round each microbatch's gradient to bf16, and DDP would add it in
+    a second pass. Transformer Engine's layers use their own matrix product for it, and megatron-core's use Apex's, or
     torch's if Apex is not installed. Without DDP's gradient buffers, the backward pass of such a model fails.
     """
     if not topology.is_cuda:

@@ -47,7 +47,7 @@ def attach_adapters(
             parameter.requires_grad_(isinstance(module, ScoreHead))
     _attach(model_chunk, config, linears, megatron, topology, seed)
     if getattr(model_chunk, "pre_process", False):
-        # A recomputed layer has gradients only if its input requires one, which a frozen embedding's output does not.
+        # A recomputed layer has gradients only if its input requires a gradient. A frozen embedding's output does not.
         model_chunk.get_submodule("embedding").register_forward_hook(_require_gradient)
 
 
@@ -107,7 +107,7 @@ def find_dora_adapters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[Dora
 
 @contextmanager
 def switch_off(model_chunks: Sequence[torch.nn.Module], trained_only: bool = False) -> Iterator[None]:
-    """Make the model compute without its adapters within the block; with `trained_only`, frozen ones stay on."""
+    """Make the model compute without its adapters within the block; with `trained_only`, frozen adapters stay on."""
     adapters = list((find_trained_adapters if trained_only else find_adapters)(model_chunks))
     for adapter in adapters:
         adapter.is_on = False

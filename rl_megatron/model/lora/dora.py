@@ -38,7 +38,7 @@ class DoraAdapter(LinearAdapter):
     def __init__(self, config: LoraConfig, parts: Sequence[Part], module: torch.nn.Module, *others: Any):
         """Build the adapter of `module`; see `LinearAdapter`. Call `start` after the base's weights are loaded."""
         super().__init__(config, parts, module, *others)
-        self._linear = (module,)  # a tuple, because the adapter does not own it
+        self._linear = (module,)  # in a tuple, so that torch does not register it
         self._lengths: dict[str, Tensor] | None = None
 
     def _shapes(self, part: Part, r: int) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ _STATE = "adapter-dropout"
 
 def seed_microbatch(seed: int, device: torch.device) -> None:
     """Set the seed of the microbatch whose forward pass begins."""
-    tracker: Any = get_cuda_rng_tracker()  # of a class of megatron-core or of Transformer Engine
+    tracker: Any = get_cuda_rng_tracker()  # its class is megatron-core's or Transformer Engine's
     tracker.set_states(tracker.get_states() | {_STATE: torch.Generator(device).manual_seed(seed).get_state()})
 
 
@@ -34,7 +34,7 @@ def dropout(x: Tensor, p: float, seed: int, axis: int = 0, shards: int = 1, shar
     """Return x with each element set to 0 with probability `p`, and all others divided by 1 − p.
 
     Args:
-        x: One of `shards` equal parts of a tensor along `axis`, the one with the number `shard`, from 0.
+        x: Part `shard`, counted from 0, of a tensor that is cut into `shards` equal parts along `axis`.
         p: The probability.
         seed: Determines, with the shape of the whole tensor, which of its elements are dropped.
         axis: The axis.

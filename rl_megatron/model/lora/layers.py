@@ -52,7 +52,7 @@ class LinearAdapter(torch.nn.Module):
         parts: All parts of the linear, in the order of its rows.
         scaling: The factor s of B·A·x.
         is_on: Whether the adapter takes part in the forward pass.
-        is_frozen: Whether it is not trained, beside trained adapters of another name.
+        is_frozen: Whether it stays unchanged while adapters of another name are trained.
     """
 
     _letters: tuple[str, ...] = ("A", "B")  # the names of each part's tensors
@@ -102,7 +102,7 @@ class LinearAdapter(torch.nn.Module):
     def _drop(self, x: Tensor) -> Tensor:
         if not (self._dropout and self.training):
             return x
-        names = ",".join(part.name for part in self.parts)  # with the layer's number
+        names = ",".join(part.name for part in self.parts)  # they include the layer's number
         # Context-parallel ranks have different tokens.
         seed = f"{self._seed} {names} {get_microbatch_seed(x.device)} {self._topology.groups.cp.rank()}"
         return dropout(x, self._dropout, zlib.crc32(seed.encode()), *self._locate_input())
@@ -134,7 +134,7 @@ class LinearAdapter(torch.nn.Module):
         return self._stack(outputs)
 
     def _stack(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return one tensor whose last axis has the numbers of all parts in the order of the linear's rows."""
+        """Return one tensor whose last axis has the values of all parts in the order of the linear's rows."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.unflatten(-1, (self._groups, -1)) for part in parts], dim=-1).flatten(-2)
@@ -251,8 +251,8 @@ def add_update(block: Tensor, up: Tensor, down: Tensor, scaling: float) -> Tenso
 
     Args:
         block: [rows, columns] The block of W.
-        up: [rows, r] Its rows of B.
-        down: [r, columns] Its columns of A.
+        up: [rows, r] The block's rows of B.
+        down: [r, columns] The block's columns of A.
         scaling: The factor s.
     """
     return block.float() + scaling * up.float() @ down.float()

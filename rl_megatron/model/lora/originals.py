@@ -39,7 +39,7 @@ def find_whole_parameters(model_chunks: Sequence[torch.nn.Module]) -> Iterator[t
 
 @torch.no_grad()
 def keep_originals(model_chunks: Sequence[torch.nn.Module]) -> None:
-    """Copy the current weights of the parameters to their originals."""
+    """Copy the current weights of the parameters that are trained whole to their originals."""
     for parameter, original in find_whole_parameters(model_chunks):
         original.copy_(parameter)
 

@@ -149,14 +149,14 @@ def parse_adapter(key: str) -> str | None:
 
 
 def name_tensor_key(name: str, linears: Mapping[str, Iterable[Part]], adapter: str) -> str:
-    """Return a checkpoint's key of the tensor that peft calls `name` in the files of an adapter."""
+    """Return the key in a checkpoint of an adapter's tensor that has the name `name` in peft's files."""
     module = name.rpartition(".lora_")[0]
     linear = next(linear for linear, parts in linears.items() if any(part.name == module for part in parts))
     return f"decoder.layers.{parse_layer(linear)}.{name_container(adapter)}.{name}"
 
 
 def parse_peft_name(key: str) -> str:
-    """Return the name that peft gives to the adapter's tensor with a checkpoint's key; see `name_tensor_key`."""
+    """Return the name in peft's files of an adapter's tensor that has this key in a checkpoint."""
     return _IN_ADAPTER.split(key, maxsplit=1)[-1]
 
 

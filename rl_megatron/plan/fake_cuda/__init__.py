@@ -1,6 +1,6 @@
 """Fake CUDA: tensors on "cuda" have shapes and sizes, but no data, and any rank of any world size can run.
 
-While `FakeCuda` is active, tensors on "cuda" are tensors on torch's "meta" device whose `device` is cuda, so every
+While `FakeCuda` is active, tensors on "cuda" are tensors on torch's "meta" device that report the device cuda, so every
 operator runs without data and without memory. Tensors on the CPU stay real, because batches are planned from their
 values. Collectives have no peers. An observer is called for every operator, allocation, collective and wait.
 

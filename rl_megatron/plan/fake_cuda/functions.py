@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class Functions(TorchFunctionMode):
-    """A mode that replaces functions whose C++ code asks the CUDA driver, and runs all others on the meta device."""
+    """A mode that replaces functions whose C++ code asks the CUDA driver, and gives all others "meta" for "cuda"."""
 
     def __init__(self, sides: Sides):
         super().__init__()
@@ -45,7 +45,7 @@ class Functions(TorchFunctionMode):
         """Return what the function returns on a GPU, without its values."""
         special = self._special.get(func)
         if special is not None:
-            with self:  # the function below may call others
+            with self:  # the replacement may call other functions
                 return special(*args, **(kwargs or {}))
         if kwargs:
             kwargs = dict(kwargs)
@@ -96,7 +96,7 @@ class Functions(TorchFunctionMode):
             return self._move(tensor, dtype, CPU, **kwargs)
 
     def _move(self, tensor: Tensor, dtype: torch.dtype, there: torch.device, **kwargs: Any) -> Tensor:
-        """Return a copy of a tensor without data on the other side."""
+        """Return a copy, on the device `there`, of a tensor without data."""
         if there == CPU:
             return tensor.to(CPU, dtype, **kwargs)  # the mode of operators.py replaces this copy
         moved = torch.empty(tensor.shape, dtype=dtype, device=META)

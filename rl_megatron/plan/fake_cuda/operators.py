@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 aten = torch.ops.aten
-_REAL_COPY_BYTES = 1 << 26  # tensors above this size have no data on the host either, after a copy to it
+_REAL_COPY_BYTES = 1 << 26  # larger tensors have no data, even after a copy to the host
 
 _READS = {aten._local_scalar_dense.default}
 _DEPENDS_ON_DATA = {
@@ -105,7 +105,7 @@ class Operators(TorchDispatchMode):
         if func in _INDEXING:
             indices = [x for x in args[1] if x is not None]
             written = args[2] if len(args) > 2 else None
-            fills = written is not None and written.numel() == 1  # CUDA then fills masked entries without a count
+            fills = written is not None and written.numel() == 1  # CUDA then fills masked entries without counting them
             if any(x.dtype in (torch.bool, torch.uint8) for x in indices) and not fills:
                 observer.on_wait(f"{func.name()} with a mask needs to know how many entries it has")
             if any(not x.is_meta for x in indices):
@@ -146,5 +146,5 @@ def _non_blocking(args: tuple, kwargs: dict) -> bool:
 
 
 def _planned_value(dtype: torch.dtype) -> bool | int | float:
-    """Return the value of a read from the device: flags are true, and fp32 counts 1, so that a step continues."""
+    """Return the value of a read from the device: 1 for floats and true for flags, so that a step continues; else 0."""
     return 1.0 if dtype.is_floating_point else dtype == torch.bool

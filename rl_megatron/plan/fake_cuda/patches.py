@@ -26,7 +26,7 @@ from rl_megatron.plan.fake_cuda.stand_ins import list_stand_ins
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-_CAPABILITY = (9, 0)  # of a Hopper GPU
+_CAPABILITY = (9, 0)  # the compute capability of a Hopper GPU
 _MISSING = object()
 
 
@@ -191,6 +191,6 @@ def _list_megatron_replacements(sides: Sides) -> list[tuple[object, str, object]
         (random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda *args, **kwargs: None),
         (dispatcher, "preprocess", note_and_preprocess),
-        (dispatcher, "cuda_dtoh_stream", None),  # a stream that it keeps for all layers
+        (dispatcher, "cuda_dtoh_stream", None),  # a stream that this class keeps for all layers
         (token_dispatcher, "maybe_move_tensor_to_cpu", move),
     ]

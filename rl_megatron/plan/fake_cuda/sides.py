@@ -25,7 +25,7 @@ class Observer:
     def on_allocation(
         self, storage: torch.UntypedStorage, tensor: Tensor, on_device: bool, operator: OpOverload | None
     ) -> None:
-        """Take note of a tensor that an operator returned, on the device or the host. Its storage may be known."""
+        """Take note of a tensor that an operator returned, on the device or the host. Its storage need not be new."""
 
     def on_resize(self, storage: torch.UntypedStorage) -> None:
         """Take note that the size of a storage may have changed; it is 0 while the memory is freed."""
@@ -49,7 +49,7 @@ class Sides:
         self._on_host: set[int] = set()  # storages of tensors on the host that are too large to be real
 
     def find_device(self, tensor: Tensor) -> torch.device:
-        """Return the device that a tensor pretends to be on. Do not read `tensor.device`, which calls this method."""
+        """Return the device that a tensor pretends to be on. It is not read from `tensor.device`, which calls this."""
         if not is_meta(tensor):
             return CPU
         return CPU if self.is_on_host(tensor) else CUDA
@@ -73,7 +73,7 @@ def is_active() -> bool:
 
 
 def report_launch(operator: OpOverload, operands: tuple, result: _T) -> _T:
-    """Report a kernel that torch does not dispatch as if it were `operator` of `operands`, and return its result."""
+    """Report a kernel that torch does not dispatch, as a call of `operator` with `operands`, and return `result`."""
     if _active is not None:
         with torch._C.DisableTorchFunction():
             _active.observer.on_launch(operator, operands, {}, result)
@@ -81,7 +81,7 @@ def report_launch(operator: OpOverload, operands: tuple, result: _T) -> _T:
 
 
 def activate(sides: Sides | None) -> None:
-    """Set the state of the active `FakeCuda`, or None."""
+    """Set the shared state (`Sides`) of the active `FakeCuda`; None means that no `FakeCuda` is active."""
     global _active
     _active = sides
 
@@ -106,7 +106,7 @@ class BalancedExperts:
 
     def __init__(self) -> None:
         self._dispatcher: Any = None
-        self._routed = 0  # this rank's tokens times the experts of each
+        self._routed = 0  # this rank's tokens times the experts per token
 
     def begin(self, dispatcher: MoEAlltoAllTokenDispatcher, routing_map: Tensor) -> None:
         """Take note of the layer that is running, and of its tokens."""

@@ -1,6 +1,6 @@
 """Replacements of this package's functions on fake CUDA: Triton kernels, and functions that read or write values.
 
-The package itself does not know of fake devices. Everything that it does differently on one is listed here.
+The package itself does not know of fake devices. Everything that it does differently on fake devices is listed here.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def list_stand_ins() -> list[tuple[object, str, object]]:
     return [
         (layers, "triton_layers", triton_layers),
         (logprob_kernels, "triton", triton),
-        # Parameters have no data to fill. Drawing it for a large model would take minutes.
+        # Parameters have no data to fill, and drawing numbers for a large model would take minutes.
         (shards, "plan_drawing", _draw_nothing),
         (LinearAdapter, "fill", _do_nothing),
         # The flash kernel for packs needs the lengths on the device. For equal lengths, the other path does the same
         # work.
         (PortableAttention, "attends_within_pack", _return_false),
-        # No other rank reports the weights that it holds.
+        # The check needs reports of other ranks, which do not exist.
         (WeightExporter, "check_coverage", _do_nothing),
     ]
 
