@@ -84,7 +84,7 @@ def _refuse_records(data: Data) -> None:
     if isinstance(data, list | tuple) and any(isinstance(item, Mapping) for item in data):
         raise ConfigError(
             f"data is a list of {len(data)} records, but must be a path, a list of paths, or a mapping of keys of the "
-            'section data; write the records to a JSONL file, one a line, and pass its path: data="records.jsonl"'
+            'section data; write the records to a JSONL file, one per line, and pass its path: data="records.jsonl"'
         )
 
 

@@ -69,7 +69,7 @@ def train(
     log.setup()
     begin = None if model is None else StartingModel.find(model, Path(output_dir))
     config = run_config(algorithm, begin, data, rewards, output_dir, settings)
-    if "RANK" not in os.environ:  # several ranks must agree on errors, so the preflight checks for them
+    if "RANK" not in os.environ:  # several ranks must agree on errors, so their preflight makes these checks
         check_early(config)
     if begin is not None and begin.checkpoint is None:
         begin = StartingModel(begin.source, begin.import_into(Path(output_dir), config.first.device))
@@ -125,7 +125,7 @@ def _run(config: RunConfig) -> TrainingResult:
         leave_together()
         raise
     finally:
-        # With several ranks the group stays: a second one would find the first one's addresses in torchrun's store.
+        # With several ranks the group stays: a second group would find the addresses of the first in torchrun's store.
         if not was_initialized and dist.is_initialized() and dist.get_world_size() == 1:
             leave()
     output_dir = Path(config.output_dir)

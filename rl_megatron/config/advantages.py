@@ -22,13 +22,13 @@ _INPUTS = {*_OPTIONAL, "rewards", "group_size", "sample_mask", "token_mask", "tu
 
 @dataclass(frozen=True)
 class Estimator:
-    """What configuration checks read of an advantage estimator. A user's function has the defaults.
+    """The properties of an advantage estimator that configuration checks read. A user's function has the defaults.
 
     Attributes:
         reads: The optional inputs that it may read. A key that affects only other inputs is refused.
         least_samples: The minimum number of samples per prompt.
-        together: Which sequences one rank must own together: those of a "group", or of a "trajectory". "sequence":
-            none, because the estimator needs only rewards, and every rank has those of all samples.
+        together: Whether one rank must own all sequences of a "group", or of a "trajectory". "sequence": neither,
+            because the estimator needs only rewards, and every rank has the rewards of all samples.
     """
 
     reads: frozenset[str] = _OPTIONAL
@@ -63,7 +63,7 @@ def get_estimator(name: str) -> Estimator:
 
 
 def check_estimator(function: Callable[..., Any], where: str) -> None:
-    """Check that an estimator is a function that can be called with the inputs alone."""
+    """Check that an estimator is a function that can be called with one argument, the inputs."""
     if isinstance(function, type):
         raise ConfigError(f"{where} is a class; an advantage estimator is a function")
     signature = inspect.signature(function)

@@ -57,7 +57,7 @@ class RolloutConfig(AlgorithmConfig):
 
     @classmethod
     def usual_batch_size(cls, section: Mapping[str, object]) -> int:
-        """Return how many completions a rollout step learns from, so that the policy takes one optimizer step on it."""
+        """Return how many completions a rollout step learns from: with this batch size it has one optimizer step."""
         prompts, samples = (section.get(key, getattr(cls, key)) for key in ("prompts_per_step", "samples_per_prompt"))
         if not (isinstance(prompts, int) and isinstance(samples, int)):
             return super().usual_batch_size(section)  # the check of the section refuses the wrong type
@@ -103,7 +103,7 @@ class RolloutConfig(AlgorithmConfig):
         return rollouts * passes * math.ceil(learned / train.global_batch_size)
 
     def describe_step(self, train: TrainConfig) -> str:
-        """Return how many completions a rollout step learns from, and in how many optimizer steps, as a text."""
+        """Describe how many completions a rollout step learns from, and in how many optimizer steps."""
         learned = self.prompts_per_step * self.learned_per_prompt(self.samples_per_prompt)
         size = min(train.global_batch_size, learned)
         steps, rest = math.ceil(learned / size), learned % size
@@ -127,7 +127,7 @@ class RolloutConfig(AlgorithmConfig):
 
 @section
 class PolicyGradientConfig(RolloutConfig):
-    """The settings of algorithms whose loss compares the policy with the one that sampled the completions."""
+    """The settings of algorithms whose loss compares the policy with the policy that sampled the completions."""
 
     may_change_on_resume: ClassVar[frozenset[str]] = frozenset({"recompute_logprobs"})
 
@@ -141,7 +141,7 @@ class PolicyGradientConfig(RolloutConfig):
     recompute_logprobs: Literal["auto", "always", "never"] = "auto"
 
     def needs_logprobs(self, stage: StageConfig) -> str | None:
-        """Return why the logprobs must be computed before the policy learns from a rollout, or None."""
+        """Return why logprobs must be computed before the policy learns from a rollout; None if they need not be."""
         steps = self.optimizer_steps_of_rollouts(stage.train, 1, self.updates_per_rollout)
         if steps > 1:
             return (
@@ -158,7 +158,7 @@ class PolicyGradientConfig(RolloutConfig):
         return self.optimizer_steps_of_rollouts(train, train.steps, self.updates_per_rollout)
 
     def may_read_logprobs(self) -> bool:
-        """Return whether a function of the user may read the logprobs before the first optimizer step on a rollout."""
+        """Return whether an advantage may depend on the logprobs before the first optimizer step on a rollout."""
         return False
 
     def check(self, stage: StageConfig) -> None:

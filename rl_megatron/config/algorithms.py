@@ -97,7 +97,7 @@ class OnPolicyDistillationConfig(PolicyGradientConfig):
 
     @property
     def reads_data_sets(self) -> bool:
-        """Return whether a teacher is only for some data sets."""
+        """Return whether any teacher is for some data sets only."""
         return any(teacher.data_sets for teacher in self.teachers)
 
     def may_read_logprobs(self) -> bool:
@@ -186,7 +186,7 @@ class KTOConfig(AlgorithmConfig):
     name: Literal["kto"] = "kto"  # the algorithm
 
     def check(self, stage: StageConfig) -> None:
-        """Check that a batch has several answers: the reference point gives prompts the answers to other prompts."""
+        """Check that a batch has several answers, because the reference point pairs a prompt with another's answer."""
         super().check(stage)
         if stage.train.global_batch_size < 2:
             raise ConfigError(
@@ -242,7 +242,7 @@ class GRPOConfig(PolicyGradientConfig):
 
     @property
     def least_samples(self) -> int:
-        """Return 2 if samples of a prompt are compared with each other."""
+        """Return 2 for dynamic sampling, otherwise the number that the advantage estimator needs."""
         return 2 if self.dynamic_sampling else get_estimator(self.advantage_estimator).least_samples
 
     @property
@@ -251,7 +251,7 @@ class GRPOConfig(PolicyGradientConfig):
         return "component_rewards" in get_estimator(self.advantage_estimator).reads
 
     def may_read_logprobs(self) -> bool:
-        """Return whether the advantage estimator may read the policy's logprobs, as a user's function may."""
+        """Return whether the advantage estimator may read the policy's logprobs; a user's function always may."""
         return "rollouts" in get_estimator(self.advantage_estimator).reads
 
     def check(self, stage: StageConfig) -> None:

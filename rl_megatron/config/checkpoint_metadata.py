@@ -52,7 +52,7 @@ def _read_model_section(checkpoint: Path, read: ReadModel | None) -> dict[str, A
     unknown = sorted(section.keys() - defaults.keys())
     if unknown:
         raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has the unknown key model.{unknown[0]}")
-    return defaults | section  # a key that the checkpoint lacks was added later, and its model has the default
+    return defaults | section  # a key that is newer than the checkpoint has its default
 
 
 def describe_missing_checkpoint(path: Path, as_written: Callable[[str], str] = str) -> str:
@@ -78,20 +78,20 @@ def describe_missing_checkpoint(path: Path, as_written: Callable[[str], str] = s
 
 
 def find_hugging_face_files(checkpoint: Path) -> Path | None:
-    """Return the directory of the Hugging Face files that a checkpoint, or the run that wrote it, was imported with.
+    """Return the directory of Hugging Face files in a checkpoint, or in the run that wrote it.
 
-    The directory has every file except the weights. The result is None if the model did not come from Hugging Face.
+    It has every file of the imported model except the weights. None if the model did not come from Hugging Face.
     """
     return _find_directory(checkpoint, HUGGING_FACE, "config.json")
 
 
 def find_imported_tokenizer(checkpoint: Path) -> Path | None:
-    """Return the directory of the tokenizer among the Hugging Face files of a checkpoint, or of its run, or None."""
+    """Return the directory of Hugging Face files of a checkpoint, or of its run; None if they have no tokenizer."""
     return _first_tokenizer(checkpoint, HUGGING_FACE)
 
 
 def find_run_tokenizer(checkpoint: Path) -> Path | None:
-    """Return the directory of the tokenizer of the run that wrote the checkpoint, or None."""
+    """Return the directory of the tokenizer in the run that wrote the checkpoint; None if it has none."""
     return _first_tokenizer(checkpoint, "tokenizer")
 
 

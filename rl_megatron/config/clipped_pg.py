@@ -62,9 +62,9 @@ class ClippedPGLossConfig:
     """Settings of `ClippedPGLossFn`. Names and meanings follow NeMo RL, plus entropy_coeff and fixed_sequence_length.
 
     Keys of the ratio r = π/π_prev:
-        disable_ppo_ratio: Use REINFORCE's −A·log π instead of the ratio. ratio_clip_* have no effect.
-        force_on_policy_ratio: Use π_prev := sg(π), so that r ≡ 1 and prev_logprobs is not read. It is exact for one
-            optimizer step per rollout, and takes precedence over disable_ppo_ratio.
+        disable_ppo_ratio: Use REINFORCE's −A·log π instead of the ratio. ratio_clip_* then have no effect.
+        force_on_policy_ratio: Use π_prev := sg(π), so that r ≡ 1 and prev_logprobs is not read. This is exact with
+            one optimizer step per rollout. It takes precedence over disable_ppo_ratio.
         sequence_level_importance_ratios: Use one ratio per sequence (GSPO). It needs token_level_loss=False. The
             importance sampling correction is then per sequence too: the product over the sequence's tokens.
         ratio_clip_min, ratio_clip_max: r is clipped to [1 − ratio_clip_min, 1 + ratio_clip_max].
@@ -72,7 +72,7 @@ class ClippedPGLossConfig:
         use_cispo: Use the clipped ratio as a constant weight on log π (CISPO).
         use_gmpo: Use the geometric mean of a sequence's clipped ratios (GMPO). log r is clipped to [−ratio_clip_min,
             ratio_clip_max], only at the bound towards which the advantage pushes it. It needs token_level_loss=False.
-        use_sapo: Use a sigmoid around r = 1 instead of the clip (SAPO). ratio_clip_* have no effect.
+        use_sapo: Use a sigmoid around r = 1 instead of the clip (SAPO). ratio_clip_* then have no effect.
         sapo_temperature_pos, sapo_temperature_neg: The temperatures τ > 0 of SAPO's sigmoid, for tokens with A > 0 and
             for others. A larger τ makes the gradient of a token vanish nearer to r = 1.
 
@@ -82,14 +82,14 @@ class ClippedPGLossConfig:
         clip_cov_ratio: The maximum share of all tokens that is left out, at least one token. They are drawn at random.
         clip_cov_min, clip_cov_max: The bounds of the covariance.
         use_kl_cov: Use −A·r without a clip, and add kl_cov_coef·|log r| for the tokens with the highest covariances
-            (KL-Cov). ratio_clip_* have no effect.
+            (KL-Cov). ratio_clip_* then have no effect.
         kl_cov_ratio: The share of all tokens that have this penalty; at least one token.
         kl_cov_coef: The factor > 0 of the penalty.
 
     Keys of the average:
         token_level_loss: Average over all tokens. false: average over each sequence's tokens, then over sequences.
         fixed_sequence_length: L > 0: divide the sum over all tokens by sequences·L instead of the number of tokens. It
-            is Dr. GRPO if L is the longest completion allowed, and RLOO if L = 1. null: as token_level_loss.
+            is Dr. GRPO if L is the longest completion allowed, and RLOO if L = 1. null: token_level_loss decides.
 
     Keys of the KL to the reference policy:
         reference_policy_kl_penalty: The coefficient β ≥ 0 of the KL. With 0, no reference policy is needed.

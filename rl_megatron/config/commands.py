@@ -6,7 +6,7 @@ import re
 import shlex
 
 _UNQUOTED = r"[\w./:@%+-]+"  # characters that a value in Hydra's syntax may have without quotes
-_NOT_TEXT = r"(?i)null|true|false|[+-]?(nan|inf|[\d_.]+(e[+-]?\d+)?)"  # Hydra reads these as other types
+_NOT_TEXT = r"(?i)null|true|false|[+-]?(nan|inf|[\d_.]+(e[+-]?\d+)?)"  # Hydra does not read these as texts
 
 
 def format_command(*words: str) -> str:

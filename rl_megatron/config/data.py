@@ -18,7 +18,7 @@ PROBLEMS = "problems with rewards"  # the policy answers, and a task rewards the
 
 @section
 class MixedData:
-    """One data set of a mixture. Keys that the section `data` also has mean the same."""
+    """A data set of a mixture. Keys that the section `data` also has mean the same here."""
 
     path: str | tuple[str, ...] | None = None  # files, or a directory
     dataset_name: str | None = None  # a data set of the Hugging Face Hub, instead of path

@@ -179,7 +179,7 @@ def check_plain(data: DataConfig, why: str) -> None:
 
 
 def require_place(data: DataConfig) -> None:
-    """Check that the section names its data. A configuration that is only printed need not."""
+    """Check that the section names its data, which a configuration that is only printed need not do."""
     if data.reads_path and data.path is None and data.dataset_name is None and not data.mix:
         records = ", data.dataset_name to a data set of the Hub" if data.reads_records else ""
         raise ConfigError(

@@ -12,10 +12,10 @@ from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.config.schema import StageConfig
 
-UNVERIFIED = ("disk", "adapter")  # the engine itself does not verify the weights that it receives
+UNVERIFIED = ("disk", "adapter")  # values of generation.refit with which the engine does not verify weights
 _OF_ENGINES_IN_PROCESSES = ("collective", "shared_memory")
 _MERGED = "set generation.refit=collective, which sends merged weights"  # the remedy
-# The values of generation.refit for these engines. Each is tested, or the engine's docs say that it is not.
+# The values of generation.refit that each engine supports. The engines' docs name those that are not tested.
 _OF_ENGINES = {
     "transformers": (*_OF_ENGINES_IN_PROCESSES, "adapter"),
     "vllm": ("collective", "shared_memory", "disk", "adapter"),
@@ -126,7 +126,7 @@ class EngineDeclaration:
         runs_in_processes: Whether the engine runs in its own processes, so that weights have to be sent to it.
         stops_at_strings: Whether the engine ends completions at `Sampling.stop_strings`.
         records_routing: Whether the engine can record to which experts it routes each token.
-        section: The key of `GenerationConfig` with the settings of the engine's servers, if it runs on servers.
+        section: The key of `GenerationConfig` with the settings of the engine's servers; None if it has no servers.
     """
 
     runs_in_processes: bool
@@ -229,7 +229,7 @@ def _check_servers(generation: GenerationConfig) -> None:
 def choose_vllm_logprobs_mode(generation: GenerationConfig) -> str:
     """Return the `--logprobs-mode` for which vLLM's logprobs are log softmax(logits/temperature), before top-k/top-p.
 
-    vLLM gives logprobs at temperature 1 before everything ("raw"), or after temperature, top-k and top-p ("processed").
+    vLLM computes logprobs either before temperature, top-k and top-p ("raw"), or after all three ("processed").
     Settings for which neither is right are refused.
     """
     filtered = generation.temperature > 0 and (generation.top_k > 0 or generation.top_p < 1)

@@ -45,7 +45,7 @@ class ToolsConfig:
     # The functions: names of tools of the package (calculator, python) or of a plugin, and import strings as in
     # `my_tools.py:search`. Empty: no tools.
     functions: tuple[str, ...] = ()
-    # How the model writes a call. auto: detected from the chat template. hermes: also Qwen 2.5 and Qwen 3. qwen: the
+    # How the model writes a call. auto: detected from the chat template. hermes: Hermes, Qwen 2.5 and 3. qwen: the
     # XML of Qwen3-Coder. llama: the JSON of Llama 3.1. pythonic: Llama 4 and the small models of Llama 3.2.
     format: Literal["auto", "hermes", "qwen", "llama", "mistral", "pythonic"] = "auto"
     # What to do if a call fails or cannot be read. answer: the model gets the text of the error. end: the trajectory
@@ -70,7 +70,7 @@ class AgentConfig:
     # The program with its arguments, as in "python my_agent.py --turns 3". It is not run by a shell. null: none. It
     # needs rollout.worker=agent.
     command: str | None = None
-    directory: str | None = None  # the directory in which it runs; null: that of the run
+    directory: str | None = None  # the directory in which it runs; null: the run's current directory
     # Time limit of the program, not counting waits for the rollout engine. null: no limit.
     timeout_seconds: PositiveFloat | None = 600.0
     max_processes: Positive = 64  # maximum number of programs that run at the same time
@@ -80,7 +80,7 @@ class AgentConfig:
     # because variables whose names end in TOKEN, API_KEY and the like are not passed on by default.
     environment: dict[str, str | None] = field(default_factory=dict)
     # How the policy writes tool calls, so that the gateway can convert them to OpenAI's format: a value of
-    # rollout.tools.format, or file.py:name or package.module:name, a parser of your own. auto: detected from the chat
+    # rollout.tools.format, or your own parser as file.py:name or package.module:name. auto: detected from the chat
     # template. null: agents get the text unchanged.
     tool_format: str | None = "auto"
 

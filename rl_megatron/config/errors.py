@@ -13,7 +13,7 @@ STOPPED = 75  # the exit status of a run that ended early and that the same comm
 
 
 class ConfigError(ValueError):
-    """Bad input. The message names the key or file, the value, the rule and the remedy.
+    """The error for bad input. The message names the key or file, the value, the rule and the remedy.
 
     Nearly all such errors are raised before the first step; a reward that is not finite raises one when it is returned.
     """
@@ -68,7 +68,7 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ValueError:
 
 
 def convert_errors(build: Callable[[], _T]) -> _T:
-    """Return `build()`; turn errors of the data package, and files that cannot be read, into a ConfigError."""
+    """Return `build()`; turn its ValueError or OSError, such as that of an unreadable file, into a ConfigError."""
     try:
         return build()
     except ConfigError:

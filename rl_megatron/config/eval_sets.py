@@ -23,8 +23,8 @@ class EvalSetConfig:
     """One set of problems, and how the policy answers them."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]  # its name in metrics, as in `<name>/avg@4`
-    # Files of problems, in the forms of data.path. A file is used as a whole; of a directory, the held-out split. With
-    # task: the task's option path.
+    # Files of problems, in the forms of data.path. A file is used as a whole. Of a directory, only the held-out split
+    # is used. With task: the task's option path.
     path: str | None = None
     # Name and options of a registered task, whose reward scores the answers. A text is the name: `gsm8k` stands for
     # `{name: gsm8k}`. null: path has prompts, and reward.functions score the answers.
@@ -43,7 +43,7 @@ class EvalSetConfig:
 class EvalConfig:
     """Named sets of problems. The held-out data of the stage is evaluated as well, every `train.eval_every` steps."""
 
-    sets: tuple[EvalSetConfig, ...] = ()  # the sets; each has a name of its own
+    sets: tuple[EvalSetConfig, ...] = ()  # the sets; each has a different name
 
     def with_absolute_paths(self, config_dir: str | os.PathLike[str] | None) -> EvalConfig:
         """Return these settings with absolute paths of the tasks' files, which may be in `config_dir`."""

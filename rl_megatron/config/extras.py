@@ -1,4 +1,4 @@
-"""Checks, before a run begins, of what only some keys need: optional packages (extras of setup.py) and interpreters."""
+"""Check, before a run begins, optional packages (extras of setup.py) and interpreters that only some keys need."""
 
 from __future__ import annotations
 

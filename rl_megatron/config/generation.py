@@ -12,7 +12,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.settings import NonNegative, NonNegativeFloat, Positive, PositiveFloat, section
 
 TRIED_VLLM = ("0.32.0",)  # versions of vLLM with which this package was tested
-VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks of an adapter that vLLM accepts
+VLLM_ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of vLLM's --max-lora-rank
 TRIED_SGLANG = ("0.5.23",)
 NODE = r"^[^/\s]+:\d{1,5}$"  # a host and a port
 MAX_PORT = 65535
@@ -20,11 +20,11 @@ MAX_PORT = 65535
 
 @section
 class ServersConfig:
-    """Inference servers, which a run starts on its nodes, or which run already (`server_urls`, `server_nodes`).
+    """Inference servers, which a run starts on its nodes, or which already run (`server_urls`, `server_nodes`).
 
     Attributes:
         key: The key path of the section.
-        of_launches: The keys of starting servers, which have no effect on the running servers of `server_urls`.
+        of_launches: The keys for starting servers. They have no effect with `server_urls`, whose servers run already.
     """
 
     key: ClassVar[str]
@@ -36,9 +36,9 @@ class ServersConfig:
     # node's first server; its other servers use the following ports.
     server_nodes: tuple[Annotated[str, Field(pattern=NODE)], ...] = ()
     num_servers: Positive = 1  # servers that each node starts
-    host: str = "127.0.0.1"  # address that servers bind to. On several nodes: 0.0.0.0 or an address that nodes reach
+    host: str = "127.0.0.1"  # address that servers bind to. On several nodes: 0.0.0.0, or one that nodes reach
     port: Positive | None = None  # port of a node's first server; the next ones follow. null: free ports
-    # The run fails if a server is not ready within this time. The run waits as long for servers that it did not start.
+    # The run fails if a server is not ready within this time. It waits equally long for servers that it did not start.
     startup_timeout_seconds: PositiveFloat = 1800.0
     max_requests_in_flight: Positive = 256  # concurrent requests to one server; further ones wait in the run
     extra_args: tuple[str, ...] = ()  # further arguments of the server's command, passed on as they are
@@ -58,7 +58,7 @@ class ServersConfig:
         if secret is not None:
             raise ConfigError(
                 f"{self.key}.extra_args has {secret.partition('=')[0]}, which everybody on the machine can read; "
-                "servers that the run starts already require the run's own token; leave it out"
+                "leave it out: servers that the run starts require the run's own token"
             )
         if not self.server_urls:
             return

@@ -61,7 +61,7 @@ class SwanlabConfig:
     package: ClassVar[str] = "swanlab"
 
     project: str = "rl_megatron"  # the project
-    workspace: str | None = None  # the user or organization that owns the project. null: that of the account
+    workspace: str | None = None  # the user or organization that owns the project. null: the account's default
     name: str | None = None  # the name of the run. null: the last part of output_dir
     group: str | None = None  # runs with the same group are shown together
     job_type: str | None = None  # a kind of run within its group

@@ -172,7 +172,7 @@ class SimPOLossConfig:
 
     Attributes:
         beta: The factor β > 0 of the difference of mean logprobs.
-        gamma: γ ≥ 0, the margin by which β times the difference should exceed 0. It is usually half of β.
+        gamma: The margin γ ≥ 0 that β times this difference should exceed. It is usually half of β.
         sft_loss_weight: The weight w_s ≥ 0 of the mean over pairs of −log π per token of the chosen answer.
     """
 
@@ -246,9 +246,9 @@ class FullDistillationLossConfig:
     """Settings of `FullDistillationLossFn`.
 
     Attributes:
-        kl_type: "forward" is KL(teacher‖student), which penalises missing tokens that the teacher finds likely.
-            "reverse" is KL(student‖teacher), which penalises tokens that the teacher finds unlikely. "mixed" is the
-            weighted sum of both. "jensen_shannon" compares both with a mixture of the two distributions.
+        kl_type: "forward" is KL(teacher‖student), which penalises a low probability of the teacher's likely tokens.
+            "reverse" is KL(student‖teacher), which penalises a high probability of the teacher's unlikely tokens.
+            "mixed" is the weighted sum of both. "jensen_shannon" compares both with a mixture of the two distributions.
         mixed_kl_weight: The weight of the forward KL in the sum, in [0, 1]. The reverse KL has the rest.
         jsd_beta: The teacher's weight β in the mixture of jensen_shannon, in (0, 1).
         nll_weight: The weight in [0, 1) of the negative log-likelihood of the data's tokens.
@@ -270,8 +270,8 @@ class FullDistillationLossConfig:
             )
         if not 0 < self.jsd_beta < 1:
             raise ValueError(
-                f"jsd_beta={self.jsd_beta} must lie in (0, 1): it is the teacher's weight in the mixture; at the ends "
-                "use kl_type=forward (TRL's beta 0) or kl_type=reverse (TRL's beta 1)"
+                f"jsd_beta={self.jsd_beta} must lie in (0, 1): it is the teacher's weight in the mixture; "
+                "instead of 0 use kl_type=forward, and instead of 1 kl_type=reverse, as TRL does"
             )
         if not 0 <= self.nll_weight < 1:
             raise ValueError(

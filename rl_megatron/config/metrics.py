@@ -65,11 +65,11 @@ def declare_metrics(*metrics: Metric, registry: Registry[Metric] = METRICS) -> t
 
 
 def is_cost(name: str) -> bool:
-    """Return whether a metric is a time, a speed or an amount of memory. Others are equal if a run is repeated."""
+    """Return whether a metric is a time, a speed or an amount of memory. All others are equal if a run is repeated."""
     return _COST.fullmatch(name) is not None
 
 
-# A separate registry from `metrics.METRICS`: only in an evaluation, "accuracy" is the mean reward of held-out problems.
+# A separate registry from `METRICS`: only in an evaluation, "accuracy" is the mean reward of held-out problems.
 EVAL_METRICS: Registry[Metric] = Registry("evaluation metric")
 
 declare_metrics(
@@ -134,7 +134,7 @@ declare_metrics(
         "pass@k",
         "1",
         "The unbiased estimate of the probability that at least one of k samples is right; for k = 1, 2, 4 … n. A "
-        "sample with the reward `right_from` is right.",
+        "sample with a reward of at least `right_from` is right.",
         "mean",
         "higher",
     ),
@@ -193,7 +193,7 @@ def is_better(name: str, value: float, than: float) -> bool:
 
 
 def find_reached_goal(goals: Mapping[str, float], values: Mapping[str, float]) -> str | None:
-    """Return the first eval metric in `goals` whose value is at least as good as its goal, or None."""
+    """Return the first eval metric in `goals` whose value is at least as good as its goal; None if none is."""
     for name, goal in goals.items():
         if name in values and values[name] == values[name] and not is_better(name, goal, values[name]):
             return name

@@ -1,4 +1,4 @@
-"""The section `model`: the architecture, and the kinds of RoPE scaling. Its rules are in model_rules.py."""
+"""The section `model`: the architecture, and the kinds of RoPE scaling. Its rules are in rules.py."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ModelConfig:
     linear_bias: bool = False  # also add a bias to all other linears: attention's output, MLP, router (gpt-oss)
     qk_norm: bool = False  # apply RMSNorm to each head's queries and keys (Qwen3)
     attention_sinks: bool = False  # add a learned sink score per head to each attention softmax (gpt-oss)
-    # attention scores are divided by its square root (Gemma); null: dimensions of a head
+    # attention scores are divided by the square root of this (Gemma); null: of the dimensions of a head
     query_pre_attn_scalar: Positive | None = None
     init_std: PositiveFloat = 0.02  # standard deviation of the initial weights
     sliding_window: Positive | None = None  # tokens that a token attends to, itself included; null: all before it
@@ -134,8 +134,8 @@ class ModelConfig:
     routed_scaling_factor: PositiveFloat = 1.0  # multiplies the output of routed experts, but not of shared ones
     # Activations that backward recomputes. selective: those of core attention; full: all within each layer.
     recompute: Literal["none", "selective", "full"] = "none"
-    # Implementation of the layers. auto: Transformer Engine, if it is installed, on a GPU with precision=bf16, unless
-    # the model or the layout needs the portable torch modules; otherwise these.
+    # Implementation of the layers. auto: Transformer Engine on a GPU with precision=bf16, if it is installed and
+    # supports the model and the layout; otherwise the portable torch modules.
     backend: Literal["auto", "portable", "transformer_engine"] = "auto"
     # Let cuDNN compute causal attention in portable layers on a GPU, for bf16 and sequences without a window. It is
     # faster for long sequences, but spends 0.2 s or more on each new shape of a microbatch: use it if shapes are few.

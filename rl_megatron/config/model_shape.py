@@ -39,7 +39,7 @@ class LatentShape:
 
     @property
     def query(self) -> int:
-        """Return the dimensions of a head's queries, which are those of its keys."""
+        """Return the dimensions of a head's queries, which are as many as those of its keys."""
         return self.nope + self.rope
 
     @property

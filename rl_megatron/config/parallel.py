@@ -1,4 +1,4 @@
-"""The section `parallel`: the parallel layout. What depends on the world size is checked in `topology`."""
+"""The section `parallel`: the parallel layout. Rules that depend on the world size are in `topology`."""
 
 from __future__ import annotations
 

@@ -19,10 +19,11 @@ Share = Annotated[float, Field(gt=0.0, le=1.0), Number]
 class PlanConfig:
     """The assumptions of a plan about sequence lengths and hardware. Every key is an override of `rl-megatron plan`."""
 
-    # Tokens of a prompt, which are not learned from. null: half of model.max_sequence_length, or 0 for pretraining.
+    # Tokens of a prompt, which are not trained on. null: half of model.max_sequence_length, or 0 for pretraining.
     prompt_tokens: NonNegative | None = None
-    # Tokens of the longest response, or of whatever else is learned from. null: the rest of model.max_sequence_length,
-    # at most generation.max_new_tokens if completions are sampled; for pretraining, data.sequence_length.
+    # Tokens of the longest response, or of any other text that is trained on. null: the rest of
+    # model.max_sequence_length, at most generation.max_new_tokens if completions are sampled; for pretraining,
+    # data.sequence_length.
     response_tokens: Positive | None = None
     # Mean response length, at most response_tokens. A lower mean shortens the estimated time, unless batches are
     # padded. null: all responses have response_tokens.
@@ -45,7 +46,7 @@ class PlanConfig:
 
 @section
 class _Overrides:
-    """The overrides of the command, for messages with whole key paths."""
+    """A section around `plan`, so that messages have whole key paths."""
 
     plan: PlanConfig = PlanConfig()
 

@@ -21,8 +21,8 @@ class ScoringModel:
     init_from: str | None = None  # a checkpoint of a reward model, or stages.NAME for an earlier stage's last one
     hf: str | None = None  # a Hugging Face directory of a sequence classifier with one label
     weight: PositiveFloat = 1.0  # its weight in the mean over several models
-    mean: Annotated[float, Number] = 0.0  # subtracted from its scores first
-    std: PositiveFloat = 1.0  # its scores are then divided by it
+    mean: Annotated[float, Number] = 0.0  # subtracted from its scores
+    std: PositiveFloat = 1.0  # the differences are divided by it
 
 
 @section
@@ -45,7 +45,7 @@ class RewardModelArguments(ScoringModel):
 
 
 def list_models_on_ranks(settings: RewardConfig) -> dict[int, RewardModelArguments]:
-    """Return the arguments of reward functions whose models run on the policy's ranks, by their index."""
+    """Return the arguments of reward functions whose models run on the policy's ranks, by the functions' index."""
     arguments = {}
     for index, function in enumerate(settings.functions):
         if function.name == REWARD_MODEL and function.path is None and "url" not in function.kwargs:

@@ -13,7 +13,7 @@ from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.import_strings import add_to_path, is_import_string, make_string_absolute
 from rl_megatron.config.loading.settings import Number, Positive, PositiveFloat, section
 
-ENVIRONMENT = "environment"  # the name of the rewards of environments beside those of reward functions
+ENVIRONMENT = "environment"  # the name of the rewards of environments, which no reward function may have
 
 
 @section
@@ -106,7 +106,7 @@ class RewardConfig:
 
 
 def check_used(sections: Iterable[tuple[RewardConfig, bool]]) -> None:
-    """Check that reward settings have an effect; `sections`: each stage's, and whether it scores completions."""
+    """Check that reward settings have an effect; `sections` has each stage's, and whether it scores completions."""
     sections = list(sections)
     if any(scores for _, scores in sections):
         return

@@ -13,7 +13,7 @@ from rl_megatron.config.extras import require_extra
 from rl_megatron.config.loading.settings import NonNegative, NonNegativeFloat, Number, Positive, PositiveFloat, section
 
 CONVERSATION = "conversation"  # the worker of turns that an environment or tools answer
-VERIFIERS = "verifiers"  # the worker whose environment is one of the library of this name
+VERIFIERS = "verifiers"  # the worker for environments of the library verifiers
 
 
 @section
@@ -82,8 +82,8 @@ class TrajectoryConfig:
     # With async_enabled, the number of groups that are started for a step, as a multiple of algorithm.prompts_per_step.
     # Above 1, a step learns from the groups that finish first, which favours short ones.
     over_sampling: Annotated[float, Field(ge=1.0, le=8.0), Number] = 1.0
-    # With over_sampling, trajectories that a step did not wait for continue with new weights, for later steps.
-    # false: they are dropped.
+    # With over_sampling, keep the trajectories that a step did not wait for: they continue with new weights, for later
+    # steps. false: they are dropped.
     partial: bool = True
     # How the loss corrects for trajectories of older weights. recomputed: loss.use_importance_sampling_correction
     # weights tokens by π_prev/π_generation, where the trainer computes π_prev before it learns. engine: π_prev is what

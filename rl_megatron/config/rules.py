@@ -397,15 +397,15 @@ def check_deterministic(stage: StageConfig, environment: Mapping[str, str] = os.
 
 
 def _why_engine_varies(stage: StageConfig, environment: Mapping[str, str]) -> str | None:
-    """Return why the rollout engine may sample other tokens in a repeated run, with the remedy, or None."""
+    """Return why the rollout engine may sample other tokens in a repeated run, and the remedy; None if it may not."""
     generation = stage.generation
     if generation.engine == "transformers":
         return "its processes do not have this process's deterministic settings"
     if generation.engine == "vllm" and generation.vllm.urls:
-        return "how servers that run already batch requests depends on timing; let the run start its servers"
+        return "running servers batch requests in a way that depends on timing; let the run start its servers"
     if generation.engine == "vllm" and environment.get(VLLM_SWITCH) != "1":
         return (
-            "the bits of a logprob depend on which requests are batched together, and so on timing; set "
+            "the bits of a logprob depend on which requests are batched together, and thus on timing; set "
             f"{VLLM_SWITCH}=1 in the environment, if the GPU supports it"
         )
     if generation.engine == "sglang" and not generation.sglang.enable_deterministic_inference:

@@ -92,7 +92,7 @@ class DataConfig:
         heldout_kind: The kind of its held-out data, which decides how a stage is evaluated.
         reads_path: Whether the source needs `path` or `dataset_name`.
         reads_records: Whether it reads files with the package's readers, which the keys from `dataset_name` to
-            `columns` set up.
+            `columns` configure.
         ignores: Further keys that have no effect on the source.
         has_rewards: Whether its problems come with a reward, so that `reward.functions` may be empty.
     """
@@ -129,8 +129,8 @@ class DataConfig:
     streaming: bool = False
     # Number of records in a block, within which records are shuffled; used by streaming only.
     shuffle_block: Positive = DEFAULT_SHUFFLE_BLOCK
-    # Directory in which the tokens of large data (4 MiB of text) are kept for later runs. null: rl_megatron/tokens in
-    # $XDG_CACHE_HOME or ~/.cache. off: they are not kept.
+    # Directory in which the tokens of large data (from 4 MiB of text) are kept for later runs. null: rl_megatron/tokens
+    # in $XDG_CACHE_HOME or ~/.cache. off: they are not kept.
     cache_dir: str | None = None
     # Share of the data that is held out for evaluation if it has no held-out split; unused by task.
     heldout_fraction: Fraction = 0.05
@@ -141,7 +141,7 @@ class DataConfig:
     format: Literal["auto", "plain", "chat"] = "auto"
     # The prompt, as a Python format string with the fields of a record; with source=task, with {prompt} and the fields
     # of the problem's record. With format=chat it is the user's message. null: the task's own prompt; for other
-    # sources, the field that holds the prompt, such as `question`, and in plain text a line break.
+    # sources, the field that holds the prompt, such as `question`, in plain text with a line break.
     prompt_template: str | None = None
     # The answer, also as a format string. With source=preference, {answer} is the chosen or the rejected text. null:
     # {answer}, or another field that holds the answer, such as `completion`.
@@ -151,7 +151,7 @@ class DataConfig:
     chat_template: str | None = None
     # Further variables of the chat template, for example {enable_thinking: false}.
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    trained_turns: Literal["all", "last"] = "all"  # with format=chat, the assistant's turns that are learned
+    trained_turns: Literal["all", "last"] = "all"  # with format=chat, the assistant's turns that are trained on
     # What to do with a sequence longer than model.max_sequence_length, or a prompt that leaves too little of it for
     # generation.max_new_tokens. error: stop the run. truncate: cut the end of a sequence, and the beginning of a prompt
     # for generation. drop: leave it out, and a preference pair as a whole.
@@ -210,7 +210,7 @@ class StageConfig:
 
 @section
 class RunConfig:
-    """A run: stages in order, each starting from the weights of the stage before it, or of the one that it names."""
+    """A run: stages in order. Each starts from the weights of the previous stage, or of that in its `init_from`."""
 
     stages: dict[str, StageConfig]  # stages by name, in order
     # Directory of metrics, checkpoints, the tokenizer and the effective configuration. null: outputs/ and the name of

@@ -75,7 +75,7 @@ def check_stages(stages: Mapping[str, schema.StageConfig], is_named: bool) -> No
 
 
 def find_previous_stage(stages: Mapping[str, schema.StageConfig], name: str) -> str | None:
-    """Return the stage from whose last weights a stage starts, or None for the first one."""
+    """Return the stage from whose last weights a stage starts, or None for the first stage."""
     named = stages[name].init_from
     if named is not None:
         return named.removeprefix(OF_STAGES)
@@ -119,10 +119,10 @@ def _check_earlier(stages: Mapping[str, schema.StageConfig], name: str, key: str
     if value.removeprefix(OF_STAGES) not in earlier or not value.startswith(OF_STAGES):
         choices = ", ".join(OF_STAGES + stage_name for stage_name in earlier) or "none, because this is the first stage"
         raise ConfigError(
-            f"stages.{name}.{key}={value} is not an earlier stage of the run: {choices}; to use the weights of another "
-            "run, set the init_from of the whole run"
+            f"stages.{name}.{key}={value} is not an earlier stage of the run; earlier stages: {choices}; to use "
+            "the weights of another run, set the init_from of the whole run"
             if key == "init_from"
-            else f"stages.{name}.{key}: init_from={value} is not an earlier stage of the run: {choices}"
+            else f"stages.{name}.{key}: init_from={value} is not an earlier stage of the run; earlier stages: {choices}"
         )
 
 

@@ -76,7 +76,7 @@ class TrainConfig:
     # that read whole logits do not use it.
     fused_head: bool = False
     # Where the reference policy of dpo, grpo and ppo is kept. resident: on the device, beside the policy. offload: in
-    # host memory, and on the device during a call.
+    # host memory, and on the device only while it computes.
     reference: Literal["resident", "offload"] = "resident"
     seed: NonNegative = 0  # seed of the initial weights, of generated data, of the data's order and of sampling
     # Compute every sum in a fixed order, so that two runs of the same settings on the same machines are equal to the

@@ -54,11 +54,11 @@ def check_requests(requests: Iterable[Request], max_sequence_length: int, vocab_
 
 
 def generate(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
-    """Generate one completion for each prompt, and return the batch of all, the same on every rank. Collective.
+    """Generate one completion for each prompt, and return them as a batch, equal on every rank. Collective.
 
     Args:
         engine: The engine.
-        prompts: Token ids, none empty.
+        prompts: Token ids of each prompt, at least one.
         sampling: How the completions are sampled.
         seed: The only source of random numbers.
 
@@ -77,7 +77,7 @@ def generate(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling
         - `weight_version` [B] int64: the oldest of these versions;
         - `stopped` [B] bool: whether a stop token or stop string ended the sequence;
         - `routed_experts` [B, S, L, k] int16, if `generation.router_replay` is on: the experts of token t in each of L
-          layers at entry t; -1 for tokens that the model did not read. Layers without experts have any value.
+          layers at entry t; -1 for tokens that the model did not read. Layers without experts hold arbitrary values.
 
     Raises:
         ConfigError: A prompt is empty, or too long for `max_new_tokens`.
@@ -119,7 +119,7 @@ class SampledSequence:
 def make_completion_batch(sequences: Sequence[SampledSequence]) -> BatchedDataDict:
     """Return sequences with their completions as a batch with the keys of `generate`, on the CPU.
 
-    `stopped` is for the last completion of each sequence.
+    `stopped` describes the last completion of each sequence.
 
     Raises:
         ValueError: There is no sequence.
@@ -188,7 +188,7 @@ def _gather_experts(sequences: Sequence[SampledSequence], width: int) -> Tensor 
             if chosen is None or tuple(chosen.shape) != (end, *first.shape[1:]):
                 shape = None if chosen is None else tuple(chosen.shape)
                 raise EngineFailed(
-                    f"request {completion.request_id}: routed experts have shape {shape}, but its tokens ask for "
+                    f"request {completion.request_id}: routed experts have shape {shape}, but its tokens need "
                     f"{(end, *first.shape[1:])}"
                 )
             experts[index, begin:end] = chosen[begin:].to(torch.int16)
@@ -203,7 +203,7 @@ def _concatenate(sequences: Iterable[Sequence[float]], dtype: torch.dtype) -> Te
 
 
 def _expand_versions(completions: Sequence[Completion]) -> Tensor:
-    """Return the version of the weights of every token, one completion after the other."""
+    """Return the version of the weights that generated each token, one completion after the other."""
     spans = [(span.version, span.end - span.start) for completion in completions for span in completion.versions]
     versions, lengths = torch.tensor(spans, dtype=torch.long).view(-1, 2).unbind(1)
     return versions.repeat_interleave(lengths)

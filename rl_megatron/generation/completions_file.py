@@ -89,8 +89,8 @@ class CompletionsFile:
             earlier = json.loads(self.settings_path.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"--output {self.path} exists, and {self.settings_path.name} beside it cannot be read, so it is not "
-                "known what it was made with; choose another file, or delete it"
+                f"--output {self.path} exists, and {self.settings_path.name} beside it cannot be read, so the "
+                "settings of its completions are not known; choose another file, or delete it"
             ) from error
         changed = [key for key in self._settings if earlier.get(key) != self._settings[key]]
         if changed:

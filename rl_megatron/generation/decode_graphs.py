@@ -28,7 +28,7 @@ class Graph(Protocol):
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """Return the stream of all captures. cuBLAS keeps 32 MiB on a Hopper GPU for each stream that it works on."""
+    """Return the only stream for captures, because cuBLAS keeps 32 MiB on a Hopper GPU for each stream."""
     return torch.cuda.Stream()
 
 
@@ -85,7 +85,7 @@ class DecodeGraphs:
         """
         self._record: Callable[[Callable[[], None]], Graph] | None = record
         self._most_graphs = most_graphs
-        self._graphs: OrderedDict[Hashable, Graph | None] = OrderedDict()  # None: it ran once
+        self._graphs: OrderedDict[Hashable, Graph | None] = OrderedDict()  # None: the step ran once
         self._addresses: tuple[int, ...] = ()
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
@@ -116,7 +116,7 @@ class DecodeGraphs:
             return record(step)
         except RuntimeError as error:
             self._record = None
-            self._graphs.clear()  # the step may have failed for lack of the memory that they take
+            self._graphs.clear()  # they may take the memory that the step lacked
             log.once(f"decoding runs without CUDA graphs, because a step cannot be captured: {error}")
             return None
 

@@ -27,14 +27,14 @@ _REFILL_SHARE = 16  # prompts are read once 1/16 of the slots is free, because r
 
 
 class _State(NamedTuple):
-    """The state of a sequence: why it ended, or None, and how many tokens it has in its slot."""
+    """The state of a sequence: why it ended, None if it has not, and how many tokens it has in its slot."""
 
     end: Literal["stop", "length"] | None
     num_tokens: int
 
 
 class Decoder:
-    """Running and waiting sequences of one model replica. It owns the cache and the state of the running ones.
+    """The running and waiting sequences of one model replica. It owns the cache and the state of the running ones.
 
     All ranks of the replica make the same calls. With expert parallelism, all expert-parallel ranks do, because they
     compute each other's tokens: an idle rank runs one dummy token.
@@ -77,7 +77,7 @@ class Decoder:
         Returns:
             The completions that ended, or None if there was nothing to do.
         """
-        if not self._steps_left or not self.replica.shares_experts:  # `agree` waits for the device
+        if not self._steps_left or not self.replica.shares_experts:  # `agree` with other replicas waits for the device
             free = self.max_slots - len(self.running)
             refills = bool(self.waiting) and free >= min(len(self.waiting), -(-self.max_slots // _REFILL_SHARE))
             refills, decodes = self.replica.agree(refills, bool(self.running))
@@ -112,7 +112,7 @@ class Decoder:
         return ended, sequences
 
     def sum_shares(self) -> float:
-        """Sum, over the running sequences, the generated tokens as a share of the most that may be generated."""
+        """Return the sum, over the running sequences, of generated tokens / maximum number of tokens."""
         count = len(self.running)
         return float((self.slots.generated[:count] / self.slots.limit[:count]).sum())
 
@@ -187,14 +187,14 @@ class Decoder:
         count, samplings = self._choose_batch_size(), self._group_by_sampling()
         step = _WIDTH_STEP if self.graphs is None else _CAPTURED_WIDTH_STEP
         width = min(self._round_up(max(self._num_cached, default=0) + 1, step, 4), self.cache.capacity)
-        if self.graphs is None or len(samplings) > 1:  # several samplings have new tensors of slots
+        if self.graphs is None or len(samplings) > 1:  # the slots of several samplings are in new tensors
             self._step(count, width)
         else:
             self.graphs.run((count, width, samplings[0][0]), partial(self._step, count, width))
         self._num_cached = [cached + 1 for cached in self._num_cached]
 
     def _step(self, count: int, width: int) -> None:
-        """Generate a token in each of the first `count` slots, reading `width` columns. The host keeps its state."""
+        """Generate a token in each of the first `count` slots from `width` columns. The host's state is unchanged."""
         positions = self.slots.position[:count]
         slots = torch.arange(count, device=self.device)
         self.cache.write_tokens(slots, positions, width)
@@ -209,7 +209,7 @@ class Decoder:
     def _round_up(self, number: int, step: int, most: int) -> int:
         """Round a number up to a multiple of a step.
 
-        If steps are captured, there are at most `most` (2 or 4) results between two powers of 2, to need few graphs.
+        If steps are captured, there are at most `most` (2 or 4) results between two powers of 2, to limit the graphs.
         """
         if self.graphs is not None:
             step = max(step, 1 << max(0, number.bit_length() - most.bit_length()))
@@ -221,7 +221,7 @@ class Decoder:
             self.graphs.follow([*self.slots.tensors(), *self.cache.tensors(), *self.replica.tensors()])
 
     def _draw(self, logits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-        """Return the next token of the first slots and its logprob, [count] each, on every rank of the replica."""
+        """Return, for each of the first slots, its next token and the logprob, [count] each, on every rank."""
         drawn = torch.zeros(2, count, dtype=torch.float64, device=self.device)  # ids are exact in fp64
         if logits is not None:
             uniforms = self.slots.get_next_uniforms(count)

@@ -1,4 +1,4 @@
-"""Report how far the decoding of sequences is."""
+"""Report the progress of decoding sequences."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from rl_megatron import log
 
-_SECONDS_BETWEEN = 0.25  # because counting the ended sequences waits for the device
+_SECONDS_BETWEEN = 0.25  # between two reports, because counting the ended sequences waits for the device
 
 
 class DecodingProgress:
-    """The progress of one call that generates sequences, batch by batch. It owns the number that were generated.
+    """The progress of one call that generates sequences, batch by batch. It owns the number of generated sequences.
 
     A running sequence counts in part (see `Decoder.sum_shares`), so that the number also grows within a batch. On a
     rank without a watcher (`log.watch_progress`), these parts are not computed, because that waits for the device.

@@ -164,7 +164,7 @@ class EmbeddedReplica:
         return refills or refills_anywhere, decodes or decodes_anywhere
 
     def read(self, tokens: Tensor) -> None:
-        """Write the keys and values of tokens [b, s] to the cache; they are at the positions 0 … s − 1."""
+        """Write the keys and values of tokens [b, s], at the positions 0 … s − 1, to the cache."""
         self.model_pass(tokens, self.model_pass.get_angles(tokens.size(1)), wants_logits=False)
 
     def compute_logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:

@@ -1,6 +1,6 @@
 """Register the package's rollout engines, and build the one that a stage's configuration chooses.
 
-The process of an engine imports other modules of this package, but not this one, which needs a policy.
+The process of an engine imports other modules of this package, but not this one, which imports the policy.
 """
 
 from __future__ import annotations

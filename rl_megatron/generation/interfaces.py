@@ -64,7 +64,7 @@ class Served:
     """The identity of the copy of the policy's weights that an engine serves. Equal values mean the same copy.
 
     Attributes:
-        version: The policy's `weight_version` when they were copied; None if the engine uses the policy's own weights.
+        version: The policy's `weight_version` when copied; None if the engine uses the policy's weights without a copy.
         start: How often the engine's processes have been started, so that restarted processes differ from earlier ones.
     """
 
@@ -73,11 +73,11 @@ class Served:
 
 
 class EngineFailed(RunFailed):
-    """A rollout engine cannot continue, or its answer cannot be used. It is raised on every rank."""
+    """The error if a rollout engine cannot continue, or its answer cannot be used. It is raised on every rank."""
 
 
 class EngineLost(EngineFailed):
-    """A process of the engine has ended, and its requests are lost. `sync` starts it again."""
+    """The error if a process of the engine has ended, so that its requests are lost. `sync` starts it again."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Completion:
         versions: The spans of the versions of the weights, in order. Together they cover all tokens.
         reason: "stop" after a stop token or stop string, "length" after `max_new_tokens`, "abort" otherwise.
         routed_experts: The experts of each token that the model read, [prompt and completion − 1, layers, k] int16 on
-            the CPU; None if they were not recorded. Layers without experts have any value.
+            the CPU; None if they were not recorded. Layers without experts hold arbitrary values.
     """
 
     request_id: str
@@ -170,8 +170,7 @@ class RolloutEngine(Protocol):
       It raises `EngineLost` if the request may be repeated after the next `sync`. Asynchronous training needs this
       method.
     - `sleep()`, if the engine shares devices with the policy, releases its memory until the next `sync`. Every rank
-      calls it.
-      `served` is None afterwards.
+      calls it. `served` is None afterwards.
     """
 
     @property
@@ -185,7 +184,7 @@ class RolloutEngine(Protocol):
         It does nothing if the engine serves them already.
 
         Returns:
-            The metrics of the last weight sync, if there was one since the last call, perhaps in `complete`:
+            The metrics of the last weight sync since the previous call, which `complete` may have made; empty if none:
             `refit_bytes`, `refit_seconds`, `refit_gb_per_s` and the seconds of each phase.
 
         Raises:
@@ -206,5 +205,5 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """End the processes that the engine started. It cannot be used afterwards."""
+        """End the processes that the engine started. The engine cannot be used afterwards."""
         ...

@@ -69,7 +69,7 @@ class CachedAttention(torch.nn.Module):
     def __init__(self, cache: KVCache, config: TransformerConfig, layer_number: int, sinks: Tensor | None):
         super().__init__()
         self.sinks = None if sinks is None else sinks.detach()  # it shares the memory of the model's parameter
-        # The cache owns this module. A strong reference back would keep its memory until a garbage collection.
+        # The cache owns this module. A strong reference back would keep the cache's memory until a garbage collection.
         self.cache, self.softmax_scale = weakref.proxy(cache), config.softmax_scale
         self.layer_number, self.window = layer_number, get_sliding_window(config, layer_number)
 

@@ -53,7 +53,7 @@ class Replica(Protocol):
         ...
 
     def read(self, tokens: Tensor) -> None:
-        """Write the keys and values of tokens [b, s] to the cache; they are at the positions 0 … s − 1."""
+        """Write the keys and values of tokens [b, s], at the positions 0 … s − 1, to the cache."""
         ...
 
     def compute_logits(self, tokens: Tensor, positions: Tensor) -> Tensor | None:

@@ -56,7 +56,7 @@ def draw_uniforms(requests: Sequence[Request], num_tokens: int) -> Tensor:
 
 @dataclass
 class PartialCompletion:
-    """A request and the part of its completion that exists. It can continue on another rank, with other weights."""
+    """A request and the part of its completion that exists. Another rank can continue it, with other weights."""
 
     request: Request
     ids: list[int] = field(default_factory=list)

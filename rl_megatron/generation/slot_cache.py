@@ -46,8 +46,8 @@ class SlotCache:
 
         Args:
             slots: The slots, [b].
-            sources: The index of the sequence of the pass that each slot gets, [b].
-            lengths: The tokens of each sequence of the pass, without padding.
+            sources: For each slot, the index of its sequence in the pass, [b].
+            lengths: The number of tokens of each sequence in the pass, without padding.
         """
         self.slots, self.sources, self.positions, self.width = slots, sources, None, 0
         self.lengths = lengths
@@ -84,7 +84,7 @@ class SlotCache:
             query: [n, N, D].
             scale: The factor of the scores; None for 1/√D.
             window: The number of tokens that a token attends to, itself included; None for all before it.
-            sinks: [N], the score of each head's sink, or None.
+            sinks: [N], the score of each head's sink; None if heads have no sinks.
         """
         keys, values = (cached[: len(query), :, : self.width] for cached in self._layers[layer])
         # The heads that share a key attend like several queries of one head, so that keys are not repeated.
@@ -151,7 +151,7 @@ class SlotCache:
             )
 
     def tensors(self) -> list[Tensor]:
-        """Return all that is cached."""
+        """Return all tensors of the cache."""
         layers = (*self._layers.values(), *self._delta_states.values())
         tensors = [tensor for layer in layers for tensor in layer]
         return tensors if self.experts is None else [*tensors, self.experts]

@@ -42,7 +42,7 @@ class SyncedEngine:
 
     @property
     def served(self) -> Served | None:
-        """Return the copy of the policy's weights that the engine serves, or None."""
+        """Return the copy of the policy's weights that the engine serves, or None if it serves none."""
         return self._engine.served
 
     def sync(self) -> dict[str, float]:

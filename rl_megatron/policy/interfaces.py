@@ -89,7 +89,7 @@ class PolicyInterface(ABC):
 
 
 class ColocatablePolicyInterface(PolicyInterface):
-    """A policy that shares its accelerators with a rollout engine and sends its weights to it."""
+    """A policy that shares its accelerators with a rollout engine, to which it sends its weights."""
 
     @abstractmethod
     def init_collective(self, ip: str, port: int, world_size: int) -> Any:

@@ -54,13 +54,16 @@ class AnswerCache:
             try:
                 os.link(partial.name, file)
             except FileExistsError:
-                if self.get(key) is None:  # damaged
+                if self.get(key) is None:  # the file is damaged
                     os.replace(partial.name, file)
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(partial.name)
         except OSError as error:
-            log.once(f"answers of a judge cannot be kept in {self._directory} ({error}); set cache_dir (or to {OFF!r})")
+            log.once(
+                f"answers of a judge cannot be kept in {self._directory} ({error}); set cache_dir to another "
+                f"directory, or to {OFF!r}"
+            )
             return answer
         kept_answer = self.get(key)
         return answer if kept_answer is None else kept_answer

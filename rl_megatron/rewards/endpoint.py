@@ -21,11 +21,11 @@ T = TypeVar("T")
 
 
 class EndpointFailed(RuntimeError):
-    """An endpoint refused a request, or gave no usable answer in any attempt; the message names the endpoint."""
+    """The error if an endpoint refuses a request, or gives no usable answer; the message names the endpoint."""
 
 
 class BadReply(ValueError):
-    """An answer does not have the protocol's form; the message completes "its answer …"."""
+    """The error if an answer does not have the protocol's form; the message completes "its answer …"."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Endpoint:
         retries: The number of attempts after the first.
         backoff_seconds: The wait before the first retry. It doubles for each further one. A random part, up to half, is
             subtracted, so that many requests are not repeated at the same moment.
-        longest_wait_seconds: The longest wait, also if the server's header `Retry-After` asks for a longer one.
+        longest_wait_seconds: The longest wait, even if the server's header `Retry-After` asks for a longer one.
     """
 
     url: str

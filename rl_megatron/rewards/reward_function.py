@@ -1,7 +1,7 @@
 """Call reward functions of three forms, and read what they return.
 
-The forms are ours, for one sample at a time; TRL's, for whole lists; and verl's. The names of a function's parameters
-show which form it has.
+The forms are this package's (one sample at a time), TRL's (whole lists) and verl's. The names of a function's
+parameters show which form it has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PROVIDED = {
     "list": ("prompts", "completions", "completion_ids", "log_metric", "log_extra", *_TRAJECTORY_PARAMETERS),
     "verl": _ALL_VERL_PARAMETERS,
 }
-# Names of datasets for the reference answer. A parameter of such a name gets it if the record has no such field.
+# Names that data sets give the reference answer. A parameter of such a name gets it if the record lacks the field.
 _ANSWER_NAMES = ("answer", "ground_truth", "solution")
 # Metrics that this package adds to each function's own.
 ERRORS, TIMEOUTS, SCORE = "errors", "timeouts", "score"
@@ -41,7 +41,7 @@ ERRORS, TIMEOUTS, SCORE = "errors", "timeouts", "score"
 
 
 class BadFunction(ValueError):
-    """A function cannot be called as a reward function; the message completes "reward.functions[0]: …"."""
+    """The error if a function has no form of a reward function; the message completes "reward.functions[0]: …"."""
 
 
 class RewardFunction:
@@ -220,7 +220,7 @@ def run_async(result: object, loop: asyncio.AbstractEventLoop) -> object:
 
 
 def _trajectory_arguments(sample: Sample) -> dict[str, Any]:
-    """Return the arguments about the trajectory; if it has a single turn, they are built from the completion."""
+    """Return the arguments about the trajectory. Missing messages and turns are built from the completion."""
     messages = list(sample.messages)
     if not messages:
         prompt = get_prompt_messages(sample.problem) or [{"role": "user", "content": sample.problem.prompt}]
@@ -249,7 +249,7 @@ def _instantiate(function_class: type, label: str, kwargs: Mapping[str, object])
 
 
 class BadResult(ValueError):
-    """A reward function returned something that is not a reward."""
+    """The error if a reward function returned something that is not a reward."""
 
 
 class Score(NamedTuple):
@@ -264,7 +264,7 @@ def read_result(result: object, may_skip: bool = False) -> Score:
 
     Args:
         result: A number, or a mapping with `score` and metrics. Metrics that are not finite numbers are left out.
-        may_skip: Whether None is allowed: the function does not apply to this sample.
+        may_skip: Whether None is allowed, which means that the function does not apply to this sample.
 
     Raises:
         BadResult: The result is neither, or the score is not finite; the message completes "the function …".
@@ -303,7 +303,7 @@ def read_results(result: Any, count: int) -> list[Score]:
     """Return the scores in the result of a function that scores a whole list of samples.
 
     Args:
-        result: A list, or an array or a tensor, of what `read_result` reads. None in it: the function does not apply.
+        result: A list, or an array or a tensor, of what `read_result` reads; None in it means not applicable.
         count: The number of samples.
 
     Raises:

@@ -194,7 +194,7 @@ class RewardModels:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from running statistics; raise ConfigError if they are of another number of functions."""
         if len(state["statistics"]) != len(self._functions):
-            raise ConfigError(f"it has {len(state['statistics'])} reward models, but the stage {len(self._functions)}")
+            raise ConfigError(f"it has {len(state['statistics'])} reward models, the stage has {len(self._functions)}")
         for function, values in zip(self._functions.values(), state["statistics"], strict=True):
             function.statistics.load_state_dict(values)
 

@@ -55,7 +55,7 @@ class FunctionSpec:
         label: Its name in metrics and messages.
         where: The configuration key, for messages.
         target: Its import string, or None if `pickled` has the function itself.
-        pickled: A pickled function, class or task, or None.
+        pickled: A pickled function, class or task; None if `target` names it.
         is_task: Whether `pickled` is a task, whose method `reward` is the function.
     """
 
@@ -105,8 +105,8 @@ def pickle_for_worker(value: object, where: str) -> bytes:
     """Return the pickle of a function, or of an instance of a user's class, for another process.
 
     What a fresh process can import is sent by name. Everything else, such as a function of `__main__` or of a cell of a
-    notebook, is sent with its code. If it refers to something that cannot be sent, such as an open file, a ConfigError
-    names it as `where`.
+    notebook, is sent with its code. If it refers to something that cannot be sent, such as an open file, the
+    message of a ConfigError begins with `where`.
     """
     import cloudpickle
 

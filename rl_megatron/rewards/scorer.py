@@ -33,7 +33,7 @@ _T = TypeVar("_T")
 
 
 class RewardFailed(RunFailed):
-    """A reward function failed, and the configuration lets that end the run."""
+    """The error that ends the run because a reward function failed."""
 
 
 class _Report(NamedTuple):
@@ -303,7 +303,7 @@ class Scorer:
             if num_warnings <= _MOST_WARNINGS:
                 more = "; further ones are only counted" if num_warnings == _MOST_WARNINGS else ""
                 log.LOGGER.warning(
-                    "%s (it scores 0)%s", self._describe_failure(function, outcome.failure, sample), more
+                    "%s (the sample scores 0)%s", self._describe_failure(function, outcome.failure, sample), more
                 )
         elif outcome.score is not None and not spec.is_task:  # the score of a task is the reward itself
             metrics.observe(prefix + SCORE, outcome.score)

@@ -92,7 +92,7 @@ class Worker:
                 outcomes = [Outcome(*score) for score in read_results(result, len(samples))]
                 list_metrics = read_result({"score": 0.0, **metrics}).metrics
                 outcomes[0] = outcomes[0]._replace(metrics=outcomes[0].metrics | list_metrics)
-            except BaseException as error:  # as above
+            except BaseException as error:  # also SystemExit
                 outcomes = [_build_failure(error)] * len(samples)
             self._send("outcomes", job, index, outcomes)
 

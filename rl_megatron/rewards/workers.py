@@ -17,15 +17,15 @@ from rl_megatron.rewards.samples import Description, Failure, FunctionSpec, Outc
 from rl_megatron.workers.child_process import ChildProcess
 
 WORKER_MODULE = "rl_megatron.rewards.worker"
-_MOST_WORKERS = 32  # of reward.num_workers=null
+_MOST_WORKERS = 32  # if reward.num_workers=null
 _SECONDS_TO_LOAD = 120.0
 _SECONDS_BETWEEN_LOOKS = 0.1  # at processes whose socket is silent
 _GRACE_SECONDS = 1.0  # an event loop counts as blocked if it has not run for this long beyond the time limit
 _AHEAD = 2  # calls that are sent to a worker at a time, so that it never waits for the next
 _AHEAD_IF_SHORT = 16
-_SHORT_SECONDS = 0.002  # of a call
+_SHORT_SECONDS = 0.002  # calls are short if their mean time is less
 _WORTH_A_WORKER_SECONDS = 0.3  # of waiting work: another worker takes about this long to start
-_MOST_ATTEMPTS = 2  # of a call whose worker ended; in the second one, the worker has no other call
+_MOST_ATTEMPTS = 2  # of a call whose worker ended; in the second attempt, the worker has no other call
 
 
 @dataclass
@@ -59,7 +59,7 @@ class WorkerHandle:
 
     @property
     def oldest(self) -> Job | None:
-        """Return the unfinished job that was sent first, or None."""
+        """Return the unfinished job that was sent first, or None if the worker has no job."""
         return next(iter(self.jobs.values()), None)
 
     def can_take(self, kind: str, most: int) -> bool:

@@ -46,7 +46,7 @@ class Composed:
 
     Attributes:
         tree: The configuration as plain mappings and lists, with interpolations resolved.
-        experiment: The name of the chosen experiment, or None.
+        experiment: The name of the chosen experiment, or None if none is chosen.
     """
 
     tree: dict[str, Any]
@@ -54,7 +54,7 @@ class Composed:
 
 
 class _ReadOnce(ConfigRepository):
-    """The files that Hydra composes. The user's are read every time, and all others once per process."""
+    """A repository of the files that Hydra composes. It reads the user's every time, and others once per process."""
 
     _results: ClassVar[dict[tuple[str, str], ConfigResult | None]] = {}  # (source, file) -> its content
 
@@ -155,7 +155,7 @@ def _tree(overrides: list[str], config_name: str) -> Mapping[str, object]:
 
 
 def _find_resolver_message(error: BaseException | None) -> str | None:
-    """Return the message of a resolver's ConfigError, which OmegaConf may have wrapped more than once, or None."""
+    """Return the message of the resolver's ConfigError in a chain of errors, or None if it has none."""
     while error is not None and not isinstance(error, ConfigError):
         error = error.__cause__ or error.__context__
     return None if error is None else str(error)
@@ -169,7 +169,7 @@ def _refuse_settings_of_hydra(override: str) -> None:
 
 
 def _without_hydra(result: ConfigResult | None, file: str) -> ConfigResult | None:
-    """Return a file of the user, unless it has the section `hydra`."""
+    """Return a user's file; raise ConfigError if it has the section `hydra`."""
     if result is not None and isinstance(result.config, DictConfig) and "hydra" in result.config:
         raise ConfigError(
             f"{file}: the section hydra has no effect: a run does not use Hydra's own settings; delete it, and set "

@@ -89,7 +89,7 @@ _UNSUPPORTED = {
 def suggest_key(key: str, keys: Iterable[str]) -> str:
     """Return the end of a message about an unknown key, such as "train.lr" or "data.mix[0].wieght": the likely keys.
 
-    Likely keys are the one that other libraries call by this name, one of the same name in another section, and a
+    Likely keys are those that other libraries call by this name, those of the same name in other sections, and a
     similar one in the same section. If there is none, a similar path is named, or all keys of the section. `keys` are
     the paths of all keys; a list's elements are written as in "data.mix[].weight".
     """

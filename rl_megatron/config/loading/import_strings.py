@@ -62,7 +62,7 @@ def run_user_code(where: str, call: Callable[[], _T]) -> _T:
 def describe_user_error(error: BaseException, file: str | None = None) -> str:
     """Return "raised TypeError: message (file:line)" for an error of users' code.
 
-    The line is where the error passed the user's `file`, or by default where it was raised.
+    The line is the traceback's last line that is in `file`, or the last of all if none is.
     """
     message = " ".join(str(error).split())
     return f"raised {type(error).__name__}: {message} ({_locate_error(error, file)})"
@@ -82,7 +82,7 @@ def refuse_another(where: str, module: ModuleType, directory: Path) -> None:
 
 
 def _locate_error(error: BaseException, name: str | None) -> str:
-    """Return file:line where an error was raised: in the file `name` if it passed there, otherwise in the last file."""
+    """Return file:line of the traceback's last line that is in the file `name`, or of the last of all if none is."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -222,7 +222,7 @@ def _import_module(name: str, where: str, config_dir: str | os.PathLike[str] | N
     if config_dir is not None:
         add_to_path(Path(config_dir).resolve())
     file = Path(f"{name.replace('.', '/')}.py")
-    missing = f"a module is installed, or in the directory of --config-dir; a file is written as in {file}:NAME"
+    missing = f"a module must be installed, or in the directory of --config-dir; write a file as in {file}:NAME"
     module = import_user_code(where, name, lambda: importlib.import_module(name), missing)
     if config_dir is not None:
         refuse_another(where, module, Path(config_dir).resolve())

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Registry(MutableMapping[str, T], Generic[T]):
-    """Objects of one kind by name. Modules add their objects when they are imported, by the package or as plugins."""
+    """A mapping of names to objects of one kind. Modules of the package and plugins add theirs when imported."""
 
     def __init__(self, kind: str):
         """Initialize an empty registry; `kind` is the word for an entry in error messages, for example "loss"."""

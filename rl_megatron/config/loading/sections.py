@@ -23,7 +23,7 @@ _MOST = 8  # mistakes that one message names
 
 
 def find_chosen_class(section: str, values: object) -> type | None:
-    """Return the registered dataclass that a section's name chooses, or None if the section has no such name."""
+    """Return the registered dataclass that a section's choosing key names, or None if it names none."""
     if section not in _CHOOSING_KEYS or not isinstance(values, Mapping):
         return None
     key, registry = _CHOOSING_KEYS[section]
@@ -53,7 +53,7 @@ def refuse_unknown(tree: Mapping[str, object], choices: Iterable[str], where: st
 
 
 def refuse_missing(tree: Mapping[str, object], needed: Iterable[str]) -> None:
-    """Refuse a configuration without one of the `needed` keys."""
+    """Refuse a configuration that lacks any of the `needed` keys."""
     missing = sorted(set(needed) - tree.keys())
     if missing:
         raise ConfigError(f"the configuration has no {missing[0]!r}: an override or an experiment deleted it; keep it")

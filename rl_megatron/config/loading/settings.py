@@ -77,7 +77,7 @@ def parse_settings(cls: type[Settings], cfg: object) -> Settings:
         return cfg
     if dataclasses.is_dataclass(cfg) and not isinstance(cfg, type):
         cfg = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
-    if not isinstance(cfg, Mapping):  # an OmegaConf node is one
+    if not isinstance(cfg, Mapping):  # an OmegaConf mapping is a Mapping, too
         raise TypeError(f"{cls.__name__} takes a mapping or a dataclass, got {type(cfg).__name__}")
     names = [field.name for field in dataclasses.fields(cls)]
     for key in cfg:

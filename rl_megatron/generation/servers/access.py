@@ -11,7 +11,7 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-TOKEN = "RL_MEGATRON_SERVER_TOKEN"  # the environment variable of servers, and of a run with running servers
+TOKEN = "RL_MEGATRON_SERVER_TOKEN"  # the environment variable of servers, and of a run that did not start them
 _OPEN = ("/health",)  # reports only whether the server is ready
 _Message = MutableMapping[str, Any]
 _App = Callable[[_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]], Awaitable[None]]

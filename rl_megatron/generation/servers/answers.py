@@ -78,7 +78,7 @@ def _find_fault_in_tokens(request: Request, answer: RawAnswer, vocab_size: int) 
 
 
 def _find_fault_in_end(request: Request, answer: RawAnswer) -> str | None:
-    """Return what is wrong with the end: a completion ends at its first stop token, at its limit, or by an abort."""
+    """Return what is wrong with the end of a completion, or None if it is a stop token, the limit or an abort."""
     reason, ids, most = answer.reason, answer.ids, request.sampling.max_new_tokens
     stops = [position for position, token in enumerate(ids) if token in request.sampling.stop_ids]
     if stops and stops[0] != len(ids) - 1:
@@ -97,7 +97,7 @@ def _find_fault_in_end(request: Request, answer: RawAnswer) -> str | None:
 
 
 def _find_fault_in_versions(answer: RawAnswer) -> str | None:
-    """Return what is wrong with the version spans: they must cover the tokens, each with a number for its version."""
+    """Return what is wrong with the version spans, or None if they cover all tokens and have numbers as versions."""
     covered = 0
     for version, start, end in answer.versions:
         if not str(version).isdigit():
@@ -111,7 +111,7 @@ def _find_fault_in_versions(answer: RawAnswer) -> str | None:
 
 
 def _find_fault_in_experts(request: Request, answer: RawAnswer) -> str | None:
-    """Return what is wrong with the routed experts: all tokens but the last, which is not read, need some."""
+    """Return what is wrong with recorded experts, or None if each token but the last (not read) has some."""
     experts, num_read = answer.routed_experts, len(request.prompt) + len(answer.ids) - 1
     if experts is not None and (experts.dim() != 3 or len(experts) != num_read):
         return f"its routed experts have shape {tuple(experts.shape)}, but the model read {num_read} tokens"

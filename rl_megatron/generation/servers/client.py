@@ -23,15 +23,15 @@ _TEMPORARY = (408, 429, 500, 502, 503, 504)
 
 
 class ConnectionLost(ServerDied):
-    """The server could not be reached, or the connection ended before the whole answer had arrived."""
+    """The error if a server cannot be reached, or the connection ends before the whole answer has arrived."""
 
 
 class RefusedForNow(ServerRefused):
-    """The server answered with an error that may be temporary, such as status 500 or 503."""
+    """The error if a server answers with a status that may be temporary, such as 500 or 503."""
 
 
 class ServerClient:
-    """The connections to one server. It is made on any thread, and works on one asyncio loop.
+    """The client of one server. It can be made on any thread, and works on one asyncio loop.
 
     Attributes:
         name: The server's name for messages, with its address.

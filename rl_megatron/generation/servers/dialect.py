@@ -96,7 +96,7 @@ class ServerDialect(Protocol):
         ...
 
     def explain(self, log: str) -> str | None:
-        """Return the remedy for a server that ended before it was ready, from its log, or None if it is unknown."""
+        """Return the remedy for a server that ended before it was ready, from its log; None if none is known."""
         ...
 
     async def facts(self, server: ServerClient) -> ServerFacts:
@@ -129,7 +129,7 @@ class ServerDialect(Protocol):
         ...
 
     async def sleep(self, server: ServerClient) -> None:
-        """Release the memory of weights, keys and values. The server has no requests."""
+        """Release the memory of weights, keys and values. The server has no requests then."""
         ...
 
     async def wake(self, server: ServerClient, part: str) -> None:

@@ -1,4 +1,4 @@
-"""`ServerEngine`: a rollout engine on inference servers that this run starts, or that run already."""
+"""`ServerEngine`: a rollout engine on inference servers, which the run starts or which already run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ServerEngine:
     ):
         """Keep the settings; no server is started yet.
 
-        Servers write their logs into `directory`, that of the run. The timeout is for each collective, and for each
+        Servers write their logs into `directory`/servers. The timeout is for each collective, and for each
         request of a weight sync.
         """
         self.policy, self.settings = policy, generation
@@ -83,7 +83,7 @@ class ServerEngine:
 
     @property
     def served(self) -> Served | None:
-        """Return the copy of the weights that all servers serve, or None."""
+        """Return the copy of the weights that all servers serve, or None if they serve none."""
         return self._served
 
     def sync(self) -> dict[str, float]:
@@ -135,8 +135,8 @@ class ServerEngine:
     def sleep(self) -> None:
         """Let the servers release their memory, so that the policy can train on the same GPUs.
 
-        The next `sync` wakes them. Every rank calls it. It does nothing if no server runs, if they sleep already, or if
-        they are of a kind that does not sleep.
+        The next `sync` wakes them. Every rank calls it. It does nothing if no server runs, or if the servers sleep
+        already or cannot sleep.
         """
         if self._kind.sleeps and self._sync is not None and not self._asleep:
             self._served, self._asleep = None, True

@@ -40,7 +40,7 @@ class ServerLauncher:
 
 
 def describe_model(model: ModelConfig, dtype: str, vocab_size: int) -> RefitPlan:
-    """Return a plan without weights, which servers need before they start. `dtype` is torch's name, as "bfloat16".
+    """Return a plan without weights; servers need it before they start. `dtype` is torch's name, as "bfloat16".
 
     Raises:
         ConfigError: No Hugging Face family can express the model.
@@ -51,7 +51,7 @@ def describe_model(model: ModelConfig, dtype: str, vocab_size: int) -> RefitPlan
 
 
 class NodeServers:
-    """The servers of this node. One that ends is started again at the same address, where the run waits for it."""
+    """The servers of this node. A server that ends is started again at the same address, where the run waits for it."""
 
     def __init__(self, launcher: ServerLauncher, log_directory: Path, max_restarts: int):
         """Prepare; no server is started yet. After `max_restarts` restarts, another death ends all servers.

@@ -143,7 +143,7 @@ class ServerPool:
             time.sleep(_POLL_SECONDS)
 
     def _others_are_ready(self, began: float) -> bool:
-        """Return whether the servers that run already answer; only rank 0 asks them."""
+        """Return whether the servers that the run did not start are ready; only rank 0 asks them."""
         if not self._ranks.leads or not self._settings.urls:
             return True
         clients = [self._make_client(index, url) for index, url in enumerate(self._settings.urls)]

@@ -60,7 +60,7 @@ class ServerProcess:
             environment = _ON_LOOPBACK | environment
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(log_path, "ab", opener=_open_private) as output:
-            os.fchmod(output.fileno(), _PRIVATE)  # an earlier version may have made it
+            os.fchmod(output.fileno(), _PRIVATE)  # the file may exist with other permissions
             self._began = output.tell()
             self._guardian = subprocess.Popen(
                 [sys.executable, "-m", GUARDIAN, str(launch.model_directory), *command],
@@ -70,7 +70,7 @@ class ServerProcess:
                 env=build_server_environment(
                     environment, {"CUDA_VISIBLE_DEVICES": _name_visible(launch.devices), TOKEN: launch.token}
                 ),
-                # Ctrl-C must reach only the policy, which ends the server. Its processes are all in the new session.
+                # Ctrl-C must reach only the policy, which ends the server and all other processes of the new session.
                 start_new_session=True,
             )
         self.is_ready = False
@@ -84,7 +84,7 @@ class ServerProcess:
         return self._guardian.poll() is not None
 
     def check_start(self) -> None:
-        """Find out whether the server is ready now.
+        """Ask the server whether it is ready, and set `is_ready`.
 
         Raises:
             ServerDied: The server ended because another process took its port in the meantime.
@@ -115,7 +115,7 @@ class ServerProcess:
             raise EngineFailed(
                 f"{self.name} answers GET {_NEEDS_A_TOKEN} without the token of the run with status "
                 f"{answer.status_code}, so that others could replace its weights; install a version of it that this "
-                f"package was tried with, and remove what turns its check off from {self._dialect.key}.extra_args"
+                f"package was tried with, and remove from {self._dialect.key}.extra_args what turns its check off"
             )
 
     def read_log(self) -> str:
@@ -191,7 +191,7 @@ class LocalServers:
         return [server for server in self._servers if server is not None]
 
     def start(self, broken: Collection[str] = ()) -> None:
-        """Start the servers that do not run, and those at the addresses `broken` again.
+        """Start the servers that do not run, and restart those at the addresses `broken`.
 
         Raises:
             ConfigError: The configured port is in use.
@@ -256,7 +256,7 @@ class LocalServers:
             time.sleep(_POLL_SECONDS)
 
     def describe(self, url: str) -> str | None:
-        """Return the end of the log of the server at `url`, or None if it is not one of these."""
+        """Return the end of the log of the server at `url`, or None if this node has no such server."""
         return next((server.describe_log() for server in self.processes if server.url == url), None)
 
     def end(self) -> None:

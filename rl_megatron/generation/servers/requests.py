@@ -70,7 +70,7 @@ class RequestSender:
 
     async def _complete(self, request: Request) -> Completion:
         outside = next((token for token in request.prompt if not 0 <= token < self._vocab_size), None)
-        if outside is not None:  # vLLM would end all its requests
+        if outside is not None:  # it would make vLLM end all its requests
             raise EngineFailed(
                 f"the prompt of request {request.request_id!r} has the token id {outside}, but the tokenizer has "
                 f"{self._vocab_size} tokens"

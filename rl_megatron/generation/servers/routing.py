@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-# A group leaves its server if that has this many more requests in flight than another: recomputing a prompt costs less
-# than waiting for that many.
+# A group leaves its server if another has fewer requests in flight by more than this number: recomputing a prompt costs
+# less than waiting for that many requests.
 _MOST_AHEAD = 16
 _REMEMBERED_GROUPS = 4096
 
@@ -90,7 +90,7 @@ class Router:
                 return
 
     def _choose(self, group: Hashable, tokens: int) -> int | None:
-        """Return the server for a request, or None if none takes it now."""
+        """Return the server for a request, or None if no server can take it now."""
         able = [index for index, load in enumerate(self.loads) if load.can_take(tokens)]
         if not able:
             return None

@@ -98,7 +98,7 @@ class SglangDialect:
         return ServerFacts(takes_seeds=False, why_no_seeds=why)
 
     async def pause(self, server: ServerClient) -> None:
-        """Stop generation. Requests in flight wait, and drop their keys and values, as a weight sync changes them."""
+        """Stop generation. Requests in flight wait, and drop their keys and values, because new weights follow."""
         await server.post("/pause_generation", {"mode": "retract"})
 
     async def resume(self, server: ServerClient) -> None:

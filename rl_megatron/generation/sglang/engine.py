@@ -53,7 +53,7 @@ def _check_launch(stage: StageConfig, vocab_size: int) -> None:
 
 
 def make_sglang_launcher(stage: StageConfig, vocab_size: int) -> ServerLauncher:
-    """Return how to start a stage's servers on a node without ranks; the servers may use all GPUs of the node.
+    """Return the launcher of a stage's servers on a node without ranks. They may use all GPUs of the node.
 
     Raises:
         ConfigError: Something is missing; the message names the key.

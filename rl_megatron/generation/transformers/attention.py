@@ -45,7 +45,7 @@ class CachedAttention(SlotCache):
             value: [B, G, S, D].
             scale: The factor of the scores; None for 1/√D.
             window: The number of tokens that a token attends to, itself included; None for all before it.
-            sinks: [N], the score of each head's sink, or None.
+            sinks: [N], the score of each head's sink; None if heads have no sinks.
         """
         self.keep(layer, key, value)
         if self.positions is not None:

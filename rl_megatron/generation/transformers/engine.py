@@ -33,7 +33,7 @@ class TransformersEngine:
     when weights are sent over a collective. If a process dies, all engines are ended and restarted, because they share
     a process group. The new engines get the same weights and requests, so the result is the same.
 
-    With `generation.refit=adapter` the engines get the base of the policy when they start. A weight sync then sends the
+    With `generation.refit=adapter` the engines get the base weights when they start. A weight sync then sends the
     adapter alone.
     """
 
@@ -53,7 +53,7 @@ class TransformersEngine:
 
     @property
     def served(self) -> Served | None:
-        """Return the copy of the weights that all engines serve, or None."""
+        """Return the copy of the weights that all engines serve, or None if they serve none."""
         return self._served
 
     def sync(self) -> dict[str, float]:
@@ -63,7 +63,7 @@ class TransformersEngine:
             WeightsRefused: On every rank, if the weights that arrived are not those that were sent.
             EngineFailed: On every rank, if engines die more often than `generation.max_engine_restarts`.
         """
-        if self._ranks.share(self._has_lost_a_process):  # between calls, when engines decode single requests
+        if self._ranks.share(self._has_lost_a_process):  # an engine that decoded single requests may have ended
             self._served = None
         if self._served is None or self._served.version != self.policy.weight_version:
             self._served = None

@@ -97,13 +97,13 @@ class _AdapterHook:
 
 
 def attach_adapter(model: PreTrainedModel, plan: RefitPlan) -> dict[str, Tensor]:
-    """Give a model the adapter that a plan announces, and return its tensors by their names in the plan.
+    """Give a model the adapter that a plan announces, and return the plan's tensors by their names in the plan.
 
-    The adapter's tensors are zeros until the first weight sync. Weight syncs of modules that are trained whole
-    overwrite the tensors of the base. The plan's `hf_config` is an adapter_config.json.
+    The adapter's tensors are zeros until the first weight sync. The tensors of modules that are trained whole are those
+    of the base, which weight syncs overwrite. The plan's `hf_config` is an adapter_config.json.
 
     Raises:
-        WeightsRefused: The model has no linear layer of a name in the plan.
+        WeightsRefused: A name in the plan is not that of a linear layer of the model.
     """
     config = plan.hf_config
     r = config["r"]

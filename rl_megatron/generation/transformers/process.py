@@ -30,7 +30,7 @@ _MOST_SEVERE_FIRST = ("died", "failed", "refused", "broken")
 
 
 class EngineDied(RuntimeError):
-    """An engine's process ended, or did not answer in time."""
+    """The error if an engine's process has ended, or did not answer in time."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Answers:
 
     @property
     def failure(self) -> str | None:
-        """Return the message of the failure, or None."""
+        """Return the message of the failure, or None if nothing failed."""
         return next((message for kind in _MOST_SEVERE_FIRST if (message := getattr(self, kind)) is not None), None)
 
 
@@ -76,7 +76,7 @@ class EngineProcess:
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, kind: str, method: str, arguments: tuple[object, ...]) -> None:
-        """Send a "call" of a method of `TransformersWorker`, or a "request", one of `PendingRequests`.
+        """Send a "call" of a method of `TransformersWorker`, or a "request", a call of `PendingRequests`.
 
         OSError is raised if the process has ended, or does not read.
         """
@@ -111,7 +111,7 @@ class EngineRequests:
         self._futures: dict[str, tuple[int, Future[Completion]]] = {}  # with the number of the process
 
     def put(self, request: Request) -> Future[Completion]:
-        """Send a request to the process that has the fewest, and return the future of its completion.
+        """Send a request to the process with the fewest requests, and return the future of its completion.
 
         Raises:
             ValueError: Another request without a completion has this id.

@@ -26,7 +26,7 @@ class TransformersReplica:
     def __init__(
         self, model: PreTrainedModel, vocab_size: int, version: Callable[[], int], recorder: RoutingRecorder | None
     ):
-        """Keep a model whose attention is `CachedAttention`, and a recorder of its routed experts, or None."""
+        """Keep a model whose attention is `CachedAttention`; without `recorder`, routed experts are not recorded."""
         self.model, self.device = model, model.device
         self._vocab_size, self._version, self._recorder = vocab_size, version, recorder
         self.cache = self.make_cache(1, 1)
@@ -46,7 +46,7 @@ class TransformersReplica:
         return self.cache
 
     def active(self) -> AbstractContextManager[None]:
-        """Record experts within the context, if they are recorded."""
+        """Record experts within the context, if there is a recorder."""
         return nullcontext() if self._recorder is None else self._recorder.recording()
 
     def agree(self, refills: bool, decodes: bool) -> tuple[bool, bool]:
@@ -54,7 +54,7 @@ class TransformersReplica:
         return refills, decodes
 
     def read(self, tokens: Tensor) -> None:
-        """Write the keys and values of tokens [b, s] to the cache; they are at the positions 0 … s − 1."""
+        """Write the keys and values of tokens [b, s], at the positions 0 … s − 1, to the cache."""
         self._pass(tokens, torch.arange(tokens.size(1), device=self.device)[None])
 
     def compute_logits(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Run a rollout engine's process, which samples from a Hugging Face model that gets all its weights by refit.
 
-The module `process` starts this process, calls its methods, and sends it single requests. It ends with the policy's
-process. It does not import megatron-core.
+The module `process` starts this process, calls its methods, and sends it single requests. This process ends with the
+policy's process, and does not import megatron-core.
 """
 
 from __future__ import annotations

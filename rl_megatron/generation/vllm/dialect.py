@@ -115,7 +115,7 @@ class VllmDialect:
             "VLLM_SERVER_DEV_MODE": "1",  # registers the paths for weight syncs and pauses
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if self._records_routing else {}),  # the first runner cannot record
+            **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if self._records_routing else {}),  # the V1 runner cannot record
         }
         if launch.devices:
             return environment

@@ -74,10 +74,10 @@ def _read_reference_number(answer: str) -> Decimal:
 class MathVerify:
     r"""1 if the answer that math-verify finds in the completion equals the reference answer, otherwise 0.
 
-    A reference answer that it cannot read as it is, such as `\frac{1}{2}`, is read within `\boxed{}`.
+    A reference answer in which it finds nothing, such as a bare `\frac{1}{2}`, is parsed again within `\boxed{}`.
 
     Args:
-        parsing_seconds: How long it may take to read one text.
+        parsing_seconds: How long parsing one text may take.
         verify_seconds: How long one comparison may take.
 
     Raises:
@@ -108,7 +108,7 @@ class Regex:
     from white space.
 
     Args:
-        pattern: A regular expression of Python's `re`. A dot also matches the end of a line.
+        pattern: A regular expression of Python's `re`. A dot also matches a line break.
         whole: Whether the whole completion must match.
     """
 

@@ -58,7 +58,7 @@ class Code:
     The program is the last block in a code fence, or the whole completion if there is none. The field `tests` of the
     record is a list of Python statements, such as `assert add(1, 2) == 3`, which run after the program. Or it is a
     mapping {inputs: […], outputs: […]}: the program is run once for each input, which it reads from its standard input,
-    and has to print the output.
+    and must print the output that belongs to it.
 
     Args:
         seconds: How long one run of the program may take, in CPU time and by the clock.

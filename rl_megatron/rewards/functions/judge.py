@@ -53,7 +53,7 @@ _SHOWN = 200  # characters of an answer in a message
 
 
 class NoScore(ValueError):
-    """An answer of the judge has no score."""
+    """The error if an answer of the judge has no score."""
 
 
 @register_reward("judge")
@@ -69,13 +69,13 @@ class Judge:
         model: The judge's name at the endpoint.
         template: The Jinja template of the user message: its text, which contains {{ or {%, or a file. Its variables
             are the parameters that a reward function may have (docs/rewards.md). None: `TEMPLATE`.
-        system: The system message, or None.
+        system: The system message; None sends none.
         options: Further keys of the request. The default is {temperature: 0.0, max_tokens: 512}.
         pattern: A regular expression; the score is the group `score`, or else the first group, of its last match. None:
             `PATTERN`.
         json_key: The key of the score in the last JSON object of the answer, instead of a pattern.
         score_range: The lowest and the highest score that the judge may give, which become 0 and 1. A score outside
-            counts as unparsed. None: scores are used unchanged.
+            this range counts as unparsed. None: scores are used unchanged.
         unparsed_score: The score for an answer without a score; `score_range` does not scale it. None: such an answer
             is an error (see `reward.on_error`).
         cache_dir: The directory of kept answers. None: rl_megatron/judge in $XDG_CACHE_HOME or ~/.cache; "off": answers
@@ -163,7 +163,7 @@ class Judge:
         return answer if self.read_score(answer) is None else self._cache.put(key, answer), attempts
 
     def read_score(self, answer: str) -> float | None:
-        """Return the score in an answer, between 0 and 1 if there is a range, or None."""
+        """Return the score in an answer, scaled to [0, 1] if there is a range; None if it has no valid score."""
         score = self._find_score(answer)
         if score is None or not math.isfinite(score):
             return None
@@ -210,7 +210,7 @@ def _read_template(template: str) -> tuple[Template, set[str]]:
 
 
 def _make_finder(pattern: str | None, json_key: str | None) -> Callable[[str], float | None]:
-    """Return a function of an answer that returns the score in it, or None."""
+    """Return a function that finds the score in an answer; it returns None if there is no score."""
     if json_key is not None:
         if pattern is not None:
             raise ValueError("pattern and json_key are both set; leave one out")
@@ -232,7 +232,7 @@ def _find_in_text(pattern: re.Pattern[str], group: str | int, answer: str) -> fl
 
 
 def _find_in_json(key: str, answer: str) -> float | None:
-    """Return the number under a key of the last JSON object that has the key, or None.
+    """Return the number under a key of the last JSON object that has the key; None if it is missing or not a number.
 
     Nested objects are searched, too, except those within an object that has the key.
     """
@@ -250,7 +250,7 @@ def _find_in_json(key: str, answer: str) -> float | None:
 
 
 def _find_last_object(key: str, value: object) -> dict[str, object] | None:
-    """Return the last object with a key in a JSON value, or None. Objects within one with the key are not searched."""
+    """Return the last object with a key in a JSON value, or None if none has it. Objects in it are not searched."""
     waiting = [value]
     while waiting:
         last = waiting.pop()

@@ -18,7 +18,7 @@ Sent = Literal["string", "tokens", "completion"]
 class RewardModelServer:
     """The score of the prompt with its completion, as vLLM's endpoints for reward models give it.
 
-    The request is a POST to `url` of these keys and `model`, by `protocol`:
+    The request is a POST to `url` with `model` and the keys of the chosen `protocol`:
 
     - pooling: `{"input": sequence}` → `{"data": [{"data": [score]}]}`; the last number of a list is used.
     - classify: `{"input": sequence}` → `{"data": [{"probs": [score]}]}`
@@ -41,7 +41,7 @@ class RewardModelServer:
             and otherwise "string".
         mean: Subtracted from the score.
         std: The divisor of the difference.
-        clip: The largest magnitude of the result, or None.
+        clip: The largest magnitude of the result; None: no limit.
         **endpoint: `api_key_env`, `request_seconds`, `retries`, `backoff_seconds` and `longest_wait_seconds` of
             `Endpoint`.
 

@@ -63,7 +63,7 @@ def test_other_settings_are_refused_and_named(path, settings):
 
 def test_a_file_of_another_kind_is_refused(path):
     path.write_text("mine\n")
-    with pytest.raises(ConfigError, match="it is not known what it was made with"):
+    with pytest.raises(ConfigError, match="the settings of its completions are not known"):
         CompletionsFile(path, SETTINGS).count_lines()
     assert path.read_text() == "mine\n"
 
