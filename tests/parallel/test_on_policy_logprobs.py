@@ -98,8 +98,8 @@ def trained(settings: dict, options: dict) -> str:
     ("settings", "options", "said"),
     [
         ({}, {"gbs": 10}, "ClippedPGLossFn needs 'prev_logprobs', which the batch does not have"),
-        ({}, {"gbs": 4, "on_policy": True}, "needs 'prev_logprobs' for 3 optimizer steps"),
-        ({}, {"sizes": [4, 6], "on_policy": True}, "needs 'prev_logprobs' for 2 optimizer steps"),
+        ({}, {"gbs": 4, "on_policy": True}, "needs 'prev_logprobs', because only the first of 3"),
+        ({}, {"sizes": [4, 6], "on_policy": True}, "needs 'prev_logprobs', because only the first of 2"),
         ({}, {"gbs": 10, "on_policy": True}, "trained"),
         ({"disable_ppo_ratio": True}, {"gbs": 4}, "trained"),
         (CORRECTED, {"gbs": 10}, "ClippedPGLossFn needs 'prev_logprobs', which the batch does not have"),

@@ -29,7 +29,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         ("train", "algorithm=pretrain", "data.source=text", "data.path=tokenizer", "data.split=train"),
         "data.split=train: tokenizer has no such split",
     ),
-    "data.path is not set": (("train", "algorithm=grpo"), "data.path is not set .*data.dataset_name.*data=arithmetic"),
+    "data.path is not set": (("train", "algorithm=grpo"), "data.path is not set, .*data.dataset_name.*data=arithmetic"),
     "a pair lacks a side": (
         ("train", "algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=pairs.jsonl"),
         r"pairs.jsonl:1: the pair has no 'rejected'",
@@ -162,7 +162,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "a prompt is not JSON": ((*_GENERATE, "--prompts", "bad.jsonl"), "bad.jsonl:2 is not JSON"),
     "a prompt is too long": (
         (*_GENERATE, "--prompts", "ids.jsonl", "generation.max_new_tokens=6"),
-        r"ids.jsonl:2: this prompt has 4 tokens, and model.max_sequence_length=9 without .*max_new_tokens=6 is 3",
+        r"ids.jsonl:2: this prompt has 4 tokens, but model.max_sequence_length=9 without .*max_new_tokens=6 is 3",
     ),
     "the output is a directory": ((*_GENERATE, "--output", "llama"), "--output llama is a directory"),
     "the output is another file": (

@@ -80,7 +80,7 @@ _BROKEN = {
     "no colon": ("mine.py", r"loss.name='mine.py' has no name; write mine.py:NAME"),
     "no file and no module": ("a/b:f", r"loss.name='a/b:f': 'a/b' is neither a .py file nor a module path; write "),
     "no identifier": ("mine.py:a-b", r"loss.name='mine.py:a-b' is not an import string; write file.py:name or "),
-    "no module": ("minne:Loss", r"loss.name: there is no module 'minne'; .*written as in minne.py:NAME"),
+    "no module": ("minne:Loss", r"loss.name: there is no module 'minne'; .*write a file as in minne.py:NAME"),
     "not callable": ("mine.py:SIZE", r"loss.name='mine.py:SIZE' is the int 3; name a function or a class"),
     "syntax": ("syntax.py:f", r"loss.name: importing '.*syntax.py' raised SyntaxError: .*\(/.*syntax.py:2\)$"),
     "raises": ("raises.py:f", r"loss.name: importing '.*raises.py' raised KeyError: 'gone' \(/.*raises.py:1\)$"),

@@ -112,7 +112,7 @@ def test_routed_experts_of_other_tokens_or_other_layers_are_refused(experts):
         replace(completion("a", [7], [(4, 0, 1)]), routed_experts=torch.zeros(1, 2, 1)),
         replace(completion("b", [7, 8, 9], [(4, 0, 3)]), routed_experts=experts),
     ]
-    with pytest.raises(EngineFailed, match=r"request b: routed experts have shape .* ask for \(5, 2, 1\)"):
+    with pytest.raises(EngineFailed, match=r"request b: routed experts have shape .* need \(5, 2, 1\)"):
         batch_of([[1], [1, 2, 3]], answers)
 
 

@@ -95,7 +95,7 @@ def test_a_conversation_is_truncated_at_a_limit():
     assert result.trajectory.truncated and len(result.trajectory.turns) == 1
     (result,) = talk(Says("0"), [prompt()], "Greets")
     assert not result.trajectory.truncated
-    with pytest.raises(RolloutFailed, match="raised HistoryFull: trajectory 7-0 has 2 tokens"):
+    with pytest.raises(RolloutFailed, match="raised HistoryFull: trajectory 7-0 is full: its context has 2 of 2"):
         talk(Says("0"), [prompt()], "Greets", limits=TokenLimits(2, 100))
 
 

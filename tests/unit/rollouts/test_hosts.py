@@ -78,7 +78,7 @@ FAILURES = {
     "raise": r"Thing.misbehave\(\) in a worker process raised ValueError: on purpose \(/.*hosted_file.py:\d+\)",
     "leave": r"raised SystemExit: 0",
     "object": r"returned a Thing \(the result\['a'\]\[0\]\), which cannot leave the process",
-    "megabytes": r"returned 50000\d\d bytes, and 1048576 are the most",
+    "megabytes": r"returned 50000\d\d bytes, but may return at most 1048576",
     "eat": r"raised MemoryError",
 }
 
