@@ -15,12 +15,12 @@ STOPPED = 75  # the exit status of a run that ended early and that the same comm
 class ConfigError(ValueError):
     """The error for bad input. The message names the key or file, the value, the rule and the remedy.
 
-    Nearly all such errors are raised before the first step; a reward that is not finite raises one when it is returned.
+    Nearly all are raised before the first step. A reward that is not finite raises one when it is returned.
     """
 
 
 class RunFailed(RuntimeError):
-    """An error that ends a started run with exit status 1. All ranks raise it, unless the class documents otherwise."""
+    """An error that ends a started run with exit status 1. All ranks raise it, unless a subclass says otherwise."""
 
 
 def describe_error(error: BaseException) -> str:
@@ -50,9 +50,9 @@ def shorten_value(value: object) -> str:
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: the nearest known name, and all of them if they are few.
+    """Return the end of a message about an unknown name: the nearest known name, or a list of the known names.
 
-    A name that a user gives may be of any type, such as the number 7.
+    A short list is added to the nearest name, too. `name` may be of any type, because users write it.
     """
     choices = sorted(choices)
     close = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)

@@ -26,7 +26,7 @@ class EvalSetConfig:
     # Files of problems, in the forms of data.path. A file is used as a whole. Of a directory, only the held-out split
     # is used. With task: the task's option path.
     path: str | None = None
-    # Name and options of a registered task, whose reward scores the answers. A text is the name: `gsm8k` stands for
+    # Name and options of a registered task, whose reward scores the answers. A string is its name: `gsm8k` is short for
     # `{name: gsm8k}`. null: path has prompts, and reward.functions score the answers.
     task: Annotated[dict[str, Any] | None, BeforeValidator(_expand_name)] = None
     num_problems: Positive | None = None  # problems per evaluation; null: all
@@ -46,7 +46,7 @@ class EvalConfig:
     sets: tuple[EvalSetConfig, ...] = ()  # the sets; each has a different name
 
     def with_absolute_paths(self, config_dir: str | os.PathLike[str] | None) -> EvalConfig:
-        """Return these settings with absolute paths of the tasks' files, which may be in `config_dir`."""
+        """Return these settings with absolute paths of the tasks' files; relative ones may be in `config_dir`."""
         sets = []
         for index, eval_set in enumerate(self.sets):
             name = None if eval_set.task is None else eval_set.task.get("name")
@@ -57,7 +57,7 @@ class EvalConfig:
         return replace(self, sets=tuple(sets))
 
     def check(self, where: str, temperature: float, has_reward_functions: bool) -> None:
-        """Check that each set has a unique name, problems, a scorer of answers, and samples that can differ."""
+        """Check that each set has a name of its own, problems, a scorer of answers, and samples that can differ."""
         names = [eval_set.name for eval_set in self.sets]
         for index, eval_set in enumerate(self.sets):
             key = f"{where}.sets[{index}]"

@@ -1,4 +1,4 @@
-"""Check, before a run begins, optional packages (extras of setup.py) and interpreters that only some keys need."""
+"""Check, before a run begins, that the optional packages and the interpreters that its keys need exist."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def require_extra(where: str, extra: str, *packages: str, otherwise: str = "") -
     """Check that packages are installed, without importing them.
 
     Args:
-        where: What needs them, for the message: a key with its value, or a command.
+        where: What needs the packages, for the message: a key with its value, or a command.
         extra: The extra that installs them.
         packages: The names under which they are imported.
-        otherwise: How to do without them, for the message, as in "leave it out".
+        otherwise: How to do without the packages, for the message, as in "leave it out".
     """
     for package in packages:
         if importlib.util.find_spec(package) is None:

@@ -36,9 +36,9 @@ class ServersConfig:
     # node's first server; its other servers use the following ports.
     server_nodes: tuple[Annotated[str, Field(pattern=NODE)], ...] = ()
     num_servers: Positive = 1  # servers that each node starts
-    host: str = "127.0.0.1"  # address that servers bind to. On several nodes: 0.0.0.0, or one that nodes reach
+    host: str = "127.0.0.1"  # address that servers bind to. On several nodes: 0.0.0.0, or one that all nodes reach
     port: Positive | None = None  # port of a node's first server; the next ones follow. null: free ports
-    # The run fails if a server is not ready within this time. It waits equally long for servers that it did not start.
+    # The run fails if a server is not ready within this time, whether the run started it or not.
     startup_timeout_seconds: PositiveFloat = 1800.0
     max_requests_in_flight: Positive = 256  # concurrent requests to one server; further ones wait in the run
     extra_args: tuple[str, ...] = ()  # further arguments of the server's command, passed on as they are
@@ -51,7 +51,7 @@ class ServersConfig:
         return (*self.server_urls, *served)
 
     def check(self) -> None:
-        """Check the addresses, and that every key has an effect: servers at `server_urls` are started elsewhere."""
+        """Check addresses; refuse secrets in `extra_args`, and keys for starting servers beside `server_urls`."""
         self._check_addresses()
         keys = ("--api-key", "--admin-api-key")
         secret = next((argument for argument in self.extra_args if argument.startswith(keys)), None)
@@ -184,10 +184,11 @@ class GenerationConfig:
     """
 
     max_new_tokens: Positive = 32  # most tokens of a completion
-    # Divides the logits before sampling; 0: greedy. The evaluation on the stage's own problems is always greedy.
+    # Divides the logits before sampling; 0: greedy. The evaluation on held-out data is always greedy.
     temperature: NonNegativeFloat = 1.0
     top_k: NonNegative = 0  # sample from the k likeliest tokens; 0: off
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0  # sample from the likeliest tokens of this total mass; 1: off
+    # Sample from the likeliest tokens, up to this total probability; 1: off.
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     # Tokens that end a completion, besides end-of-sequence and the token that ends a turn in the chat template. Each is
     # one token, and may be a special one such as <|im_end|>.
     stop_tokens: tuple[str, ...] = ()
@@ -221,7 +222,7 @@ class GenerationConfig:
     # The logprob check: after each weight sync or restart, the engine first completes this many of the step's prompts,
     # and its logprobs are compared with the trainer's. 0: no check.
     gate_prompts: NonNegative = 4
-    # Largest mean |trainer's − engine's logprob| of that check, in nats; more stops the run. null: fp32 1e-4, bf16 0.1.
+    # Largest mean |trainer's − engine's logprob| that passes the check, in nats. null: 1e-4 for fp32, 0.1 for bf16.
     gate_limit: PositiveFloat | None = None
     vllm: VllmConfig = field(default_factory=VllmConfig)  # vLLM servers, for engine=vllm
     sglang: SglangConfig = field(default_factory=SglangConfig)  # SGLang servers, for engine=sglang

@@ -62,7 +62,7 @@ def check_loss_settings(section: Mapping[str, Any], where: str = "loss") -> None
 
 
 def check_own_loss(section: Mapping[str, Any]) -> None:
-    """Import the loss that an import string names, and with it all imports of the user's file."""
+    """Import the loss if its name is an import string; its file's own imports run too."""
     if is_import_string(section.get("name")):
         load_object(section["name"], "loss.name")
 
@@ -98,8 +98,8 @@ class DPOLossConfig:
         reference_policy_kl_penalty: The factor β ≥ 0 of the difference of rewards. A larger β keeps π closer to π_ref.
             With 0 the preference loss is the constant log 2.
         preference_loss_weight, sft_loss_weight: The weights w_p ≥ 0 and w_s ≥ 0. One of them must be above 0.
-        preference_average_log_probs: Rewards are means over a sequence's tokens instead of sums.
-        sft_average_log_probs: The SFT loss of a sequence is the mean over its tokens instead of the sum.
+        preference_average_log_probs: Whether rewards are means over a sequence's tokens instead of sums.
+        sft_average_log_probs: Whether the SFT loss of a sequence is the mean over its tokens instead of the sum.
     """
 
     reference_policy_kl_penalty: float = 0.05
@@ -128,8 +128,8 @@ class IPOLossConfig:
 
     Attributes:
         tau: τ > 0. The target margin is 1/(2τ), so a larger τ keeps the policy closer to the reference.
-        preference_average_log_probs: Rewards are means over a sequence's tokens (as in TRL's IPO) instead of sums (as
-            in the paper).
+        preference_average_log_probs: Whether rewards are means over a sequence's tokens (as in TRL's IPO) instead of
+            sums (as in the paper).
     """
 
     tau: float = 0.1
@@ -173,7 +173,7 @@ class SimPOLossConfig:
     Attributes:
         beta: The factor β > 0 of the difference of mean logprobs.
         gamma: The margin γ ≥ 0 that β times this difference should exceed. It is usually half of β.
-        sft_loss_weight: The weight w_s ≥ 0 of the mean over pairs of −log π per token of the chosen answer.
+        sft_loss_weight: The weight w_s ≥ 0 of the SFT loss, the chosen answer's −log π per token, averaged over pairs.
     """
 
     beta: float = 2.0
@@ -192,8 +192,8 @@ class CPOLossConfig:
 
     Attributes:
         beta: The factor β > 0 of the difference of logprobs.
-        sft_loss_weight: The weight w_s ≥ 0 of the mean over pairs of −log π of the chosen answer.
-        sft_average_log_probs: The SFT loss of a sequence is the mean over its tokens instead of the sum.
+        sft_loss_weight: The weight w_s ≥ 0 of the SFT loss, the chosen answer's −log π, averaged over pairs.
+        sft_average_log_probs: Whether the SFT loss of a sequence is the mean over its tokens instead of the sum.
     """
 
     beta: float = 0.1
@@ -228,8 +228,8 @@ class MSEValueLossConfig:
 
     Attributes:
         scale: The factor > 0 of the loss.
-        cliprange: c > 0. A value is also clipped to data["values"] ± c, and the larger squared error is used. null
-            disables the clip.
+        cliprange: c > 0. The squared error is also computed with the value clipped to data["values"] ± c, and the
+            larger of the two is used. null disables the clip.
     """
 
     scale: float = 1.0
@@ -248,7 +248,7 @@ class FullDistillationLossConfig:
     Attributes:
         kl_type: "forward" is KL(teacher‖student), which penalises a low probability of the teacher's likely tokens.
             "reverse" is KL(student‖teacher), which penalises a high probability of the teacher's unlikely tokens.
-            "mixed" is the weighted sum of both. "jensen_shannon" compares both with a mixture of the two distributions.
+            "mixed" is the weighted sum of both. "jensen_shannon" compares teacher and student with their mixture.
         mixed_kl_weight: The weight of the forward KL in the sum, in [0, 1]. The reverse KL has the rest.
         jsd_beta: The teacher's weight β in the mixture of jensen_shannon, in (0, 1).
         nll_weight: The weight in [0, 1) of the negative log-likelihood of the data's tokens.
@@ -275,8 +275,8 @@ class FullDistillationLossConfig:
             )
         if not 0 <= self.nll_weight < 1:
             raise ValueError(
-                f"nll_weight={self.nll_weight} must lie in [0, 1): it is the weight of the task's own loss, and the "
-                "divergence has the rest; fine-tuning without a teacher has no divergence"
+                f"nll_weight={self.nll_weight} must lie in [0, 1): it is the weight of the data's −log p, and the "
+                "divergence has the rest; to train without a divergence, use algorithm=sft"
             )
 
 
@@ -287,11 +287,11 @@ class DistillationLossConfig(FullDistillationLossConfig):
 
     Attributes:
         kl_type: "forward" is KL(teacher‖student), "reverse" is KL(student‖teacher), "mixed" is the weighted sum of
-            both, and "jensen_shannon" compares both with a mixture, as in `FullDistillationLossConfig`.
+            both, and "jensen_shannon" compares teacher and student with their mixture.
         mixed_kl_weight: The weight of the forward KL in the sum, in [0, 1]. The reverse KL has the rest.
         jsd_beta: The teacher's weight β in the mixture of jensen_shannon, in (0, 1).
         nll_weight: The weight in [0, 1) of the negative log-likelihood of the data's tokens.
-        zero_outside_topk: The student keeps its probabilities over the whole vocabulary, and the teacher's are 0
+        zero_outside_topk: true: the student keeps its probabilities over the whole vocabulary, and the teacher's are 0
             outside its top-k. false: both are renormalised over the teacher's top-k.
     """
 

@@ -1,4 +1,4 @@
-"""Declare the metrics of a run: their names in metrics.jsonl, their units and meanings, and which way is better."""
+"""Declare the metrics of a run: names in metrics.jsonl, units, meanings, and whether higher or lower is better."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Metric:
         unit: The unit of a value; "1" for a share or a ratio.
         meaning: The meaning of the value, in a sentence.
         reduction: How the value is computed from its parts.
-        better: Which way is better; None if neither is better, or if it depends on the run.
-        healthy: The values that it usually has in a run that learns; empty if there is nothing to say.
+        better: Whether higher or lower values are better; None if neither, or if it depends on the run.
+        healthy: The values that it usually has in a run that learns; may be empty.
     """
 
     name: str
@@ -65,11 +65,11 @@ def declare_metrics(*metrics: Metric, registry: Registry[Metric] = METRICS) -> t
 
 
 def is_cost(name: str) -> bool:
-    """Return whether a metric is a time, a speed or an amount of memory. All others are equal if a run is repeated."""
+    """Return whether a metric is a time, a speed or an amount of memory. Others are equal in a repeated run."""
     return _COST.fullmatch(name) is not None
 
 
-# A separate registry from `METRICS`: only in an evaluation, "accuracy" is the mean reward of held-out problems.
+# A separate registry, because names such as "accuracy" mean something else in `METRICS` than in an evaluation.
 EVAL_METRICS: Registry[Metric] = Registry("evaluation metric")
 
 declare_metrics(
@@ -168,7 +168,7 @@ def higher_is_better(name: str) -> bool:
 
 
 def _parse_statistic(name: str) -> str:
-    """Return the declared name of the statistic of `<set>/<statistic>`, or "" if `name` is not of this form."""
+    """Return the declared name of a statistic, such as "avg@n" for "aime/avg@8", or "" for other names."""
     match = _OF_A_SET.fullmatch(name)
     return "" if match is None else _LETTERS.get(match["kind"], match["kind"])
 
@@ -193,7 +193,7 @@ def is_better(name: str, value: float, than: float) -> bool:
 
 
 def find_reached_goal(goals: Mapping[str, float], values: Mapping[str, float]) -> str | None:
-    """Return the first eval metric in `goals` whose value is at least as good as its goal; None if none is."""
+    """Return the first eval metric in `goals` whose value is at least as good as its goal, or None."""
     for name, goal in goals.items():
         if name in values and values[name] == values[name] and not is_better(name, goal, values[name]):
             return name

@@ -33,7 +33,7 @@ class Llama3Rope:
 
 @section
 class YarnRope:
-    """YaRN RoPE scaling: each frequency is scaled by how often it turns within the original context (DeepSeek, Qwen).
+    """YaRN RoPE scaling: a frequency's scaling depends on its turns within the original context (DeepSeek, Qwen).
 
     Source: Peng et al. 2023 (arXiv:2309.00071).
     """
@@ -41,9 +41,9 @@ class YarnRope:
     kind: Literal["yarn"] = "yarn"  # selects YaRN
     factor: PositiveFloat  # the divisor of low frequencies
     original_max_position_embeddings: Positive  # the original context length, in tokens
-    beta_fast: PositiveFloat = 32.0  # frequencies with at least this many turns in that length are unchanged
-    beta_slow: PositiveFloat = 1.0  # frequencies with at most this many turns in that length are divided by factor
-    truncate: bool = True  # true: round the two bounds between these ranges of frequencies to whole dimensions
+    beta_fast: PositiveFloat = 32.0  # frequencies with at least this many turns in that context are unchanged
+    beta_slow: PositiveFloat = 1.0  # frequencies with at most this many turns in that context are divided by factor
+    truncate: bool = True  # round the two bounds of the range between them to whole dimensions
     # Rotated queries and keys are multiplied by (0.1·mscale·ln(factor) + 1) / (0.1·mscale_all_dim·ln(factor) + 1). If
     # mscale or mscale_all_dim is null: by 0.1·ln(factor) + 1.
     mscale: PositiveFloat | None = None
@@ -85,7 +85,7 @@ class ModelConfig:
     linear_bias: bool = False  # also add a bias to all other linears: attention's output, MLP, router (gpt-oss)
     qk_norm: bool = False  # apply RMSNorm to each head's queries and keys (Qwen3)
     attention_sinks: bool = False  # add a learned sink score per head to each attention softmax (gpt-oss)
-    # attention scores are divided by the square root of this (Gemma); null: of the dimensions of a head
+    # attention scores are divided by the square root of this (Gemma); null: of a head's dimensions
     query_pre_attn_scalar: Positive | None = None
     init_std: PositiveFloat = 0.02  # standard deviation of the initial weights
     sliding_window: Positive | None = None  # tokens that a token attends to, itself included; null: all before it

@@ -39,7 +39,7 @@ class LatentShape:
 
     @property
     def query(self) -> int:
-        """Return the dimensions of a head's queries, which are as many as those of its keys."""
+        """Return the dimensions of a head's queries; its keys have as many."""
         return self.nope + self.rope
 
     @property
@@ -88,12 +88,12 @@ class DeltaShape:
 
     @property
     def recurrent(self) -> int:
-        """Return the inputs of the rule per group: the channels, and a strength and a decay per value head."""
+        """Return the number of the rule's inputs per group: the channels, and a strength and a decay per value head."""
         return self.convolved + 2 * self.values
 
     @property
     def projected(self) -> int:
-        """Return the outputs of the input projection per group: `recurrent`, and a gate per value dimension."""
+        """Return the number of projected channels per group: `recurrent`, and a gate per value dimension."""
         return self.recurrent + self.values * self.value
 
 
@@ -110,7 +110,7 @@ class LayerKind(NamedTuple):
 
     @classmethod
     def from_model(cls, model: ModelConfig, layer: int) -> LayerKind:
-        """Return the kind of a layer, counted from 0."""
+        """Return the kind of a layer; `layer` counts from 0."""
         every = model.full_attention_every
         return cls(
             has_experts=model.num_experts is not None and layer >= model.first_dense_layers,
@@ -124,7 +124,7 @@ def head_size(model: ModelConfig) -> int:
 
 
 def with_derived_sizes(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model section with derived values in place of null sizes, to compare models.
+    """Return a model section in which derived values replace null sizes, so that models can be compared.
 
     The sizes are `head_dim` (without latent attention) and `expert_ffn_hidden_size` (with experts).
     """

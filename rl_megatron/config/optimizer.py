@@ -51,6 +51,6 @@ class OptimizerConfig:
 
 @section
 class CriticOptimizerConfig(OptimizerConfig):
-    """The optimizer of a critic. Its learning rate decays by default, because a run always knows the last step."""
+    """The optimizer of a critic. Its learning rate decays by default, because a run always knows its last step."""
 
     decay_style: DecayStyle = "cosine"

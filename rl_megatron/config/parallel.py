@@ -17,8 +17,8 @@ class ParallelConfig:
     # Expert-parallel degree: ranks that split the experts. expert · expert_tensor must divide the number of ranks per
     # pipeline stage, tensor · context · data.
     expert: int = 1
-    # Expert-tensor-parallel degree: ranks that split the matrices of every expert, as tensor splits those of attention
-    # and of dense and shared MLPs; 1: an expert is whole on its rank.
+    # Expert-tensor-parallel degree: ranks that split the matrices of every expert; 1: an expert is whole on its
+    # rank. The degree tensor splits the matrices of attention and of dense and shared MLPs.
     expert_tensor: int = 1
     first_stage_layers: Positive | None = None  # layers of the first pipeline stage; null: as many as other stages
     last_stage_layers: Positive | None = None  # layers of the last pipeline stage; null: as many as other stages

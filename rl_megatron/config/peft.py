@@ -20,7 +20,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def plain_name(name: str) -> str:
-    """Return an adapter's name, which also names its directory: letters, digits, _ and -, but not checkpoint-N."""
+    """Return an adapter's name if it can also name its directory: letters, digits, _ and -, but not checkpoint-N."""
     if _NAME.fullmatch(name) is None or TRAINER_DIRECTORY.fullmatch(name) is not None:
         raise ValueError("must be a word of letters, digits, '_' and '-', such as my_style, and not checkpoint-N")
     return name
@@ -37,7 +37,7 @@ class LoraConfig:
     # The name of the adapter that is trained. Adapters with other names, in the checkpoint that the stage starts from,
     # stay frozen and are applied in every forward pass.
     adapter_name: Annotated[str, AfterValidator(plain_name)] = DEFAULT_ADAPTER
-    r: Positive = 8  # the rank: the rows of A and the columns of B. NeMo's name is dim
+    r: Positive = 8  # the rank: A has this many rows, and B this many columns. NeMo's name is dim
     lora_alpha: PositiveFloat = 8.0  # the numerator of s = lora_alpha / r. NeMo's name is alpha
     lora_dropout: Fraction = 0.0  # dropout of the adapters' input while training. NeMo's name is dropout
     # Hugging Face names of the linears that get an adapter, such as [q_proj, v_proj]: a list of name endings, or one
@@ -60,7 +60,7 @@ class LoraConfig:
 
 
 def check_together(adapters: Sequence[LoraConfig]) -> None:
-    """Check that a model can have these adapters at once: it adds up their products B·A·x."""
+    """Check that these adapters can be in one model, which adds up their products B·A·x."""
     if len(adapters) == 1:
         return
     for adapter in adapters:
@@ -74,6 +74,6 @@ def check_together(adapters: Sequence[LoraConfig]) -> None:
             names = ", ".join(other.adapter_name for other in adapters)
             raise ConfigError(
                 f"{refused[0]} of the adapter {adapter.adapter_name} does not go together with other adapters (the "
-                f"model would have {names}), because {refused[1]}; merge the adapters that are trained already with "
-                "rl-megatron convert export --merge and start from that, or leave the key out"
+                f"model would have {names}), because {refused[1]}; merge the trained adapters with "
+                "rl-megatron convert export --merge and start from the result, or leave the key out"
             )

@@ -32,7 +32,7 @@ class PlanConfig:
     # Link between the GPUs of a node, by its name in the table of links. null: the GPU's usual link.
     link: str | None = None
     network: str = "infiniband_ndr"  # network between nodes, by its name in the table of networks
-    # These keys replace a GPU's values in the table. A GPU that the table lacks needs the first three.
+    # The next six keys replace a GPU's values in the table. A GPU that the table lacks needs the first three of them.
     gpu_memory_gib: PositiveFloat | None = None  # memory that a process can use
     gpu_bf16_tflops: PositiveFloat | None = None  # TFLOP/s of dense matrix products in bf16 with fp32 accumulation
     gpu_memory_gb_per_s: PositiveFloat | None = None  # bandwidth of the memory
@@ -40,13 +40,13 @@ class PlanConfig:
     link_gb_per_s: PositiveFloat | None = None  # bandwidth of a GPU within the node, in one direction
     network_gb_per_s: PositiveFloat | None = None  # bandwidth of a GPU between nodes, in one direction
     compute_efficiency: Share = 0.7  # share of the TFLOP/s that matrix products are assumed to achieve
-    memory_efficiency: Share = 0.8  # share of the memory's bandwidth that is assumed to be achieved
+    memory_efficiency: Share = 0.8  # share of the memory bandwidth that is assumed to be achieved
     link_efficiency: Share = 0.8  # share of the bandwidth of links and network that is assumed to be achieved
 
 
 @section
 class _Overrides:
-    """A section around `plan`, so that messages have whole key paths."""
+    """A section that holds `plan`, so that messages have whole key paths."""
 
     plan: PlanConfig = PlanConfig()
 

@@ -22,7 +22,7 @@ class ScoringModel:
     hf: str | None = None  # a Hugging Face directory of a sequence classifier with one label
     weight: PositiveFloat = 1.0  # its weight in the mean over several models
     mean: Annotated[float, Number] = 0.0  # subtracted from its scores
-    std: PositiveFloat = 1.0  # the differences are divided by it
+    std: PositiveFloat = 1.0  # then the scores are divided by it
 
 
 @section

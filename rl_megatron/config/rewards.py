@@ -79,7 +79,7 @@ class RewardConfig:
         return replace(self, functions=tuple(functions))
 
     def check(self) -> None:
-        """Check that functions have different names, that none has two locations, and that some weight is not 0."""
+        """Check that functions have different names, that none names two files, and that a weight is not 0."""
         seen: dict[str, int] = {}
         for index, function in enumerate(self.functions):
             where = f"reward.functions[{index}]"
@@ -106,7 +106,10 @@ class RewardConfig:
 
 
 def check_used(sections: Iterable[tuple[RewardConfig, bool]]) -> None:
-    """Check that reward settings have an effect; `sections` has each stage's, and whether it scores completions."""
+    """Check that reward settings have an effect.
+
+    `sections` has, for each stage, its reward settings and whether it scores completions.
+    """
     sections = list(sections)
     if any(scores for _, scores in sections):
         return

@@ -22,7 +22,8 @@ class TurnSampling:
 
     max_new_tokens: Positive | None = None  # maximum tokens of the turn
     temperature: NonNegativeFloat | None = None  # divides the logits; 0: greedy. Greedy evaluations ignore it.
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None  # sample from the likeliest tokens of this total mass
+    # sample from the likeliest tokens, up to this total probability
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     top_k: NonNegative | None = None  # sample from the k likeliest tokens; 0: off
     # Further strings that end the turn. The turn includes the string.
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
@@ -45,7 +46,7 @@ class TrajectoryConfig:
     # file.py:name or package.module:name, an async function or a class of your own.
     worker: str = "completion"
     worker_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of the worker, by name
-    max_turns: Positive = 8  # turns of the policy in a trajectory of worker=conversation; longer ones are truncated
+    max_turns: Positive = 8  # maximum turns of the policy with worker=conversation; longer trajectories are truncated
     # How turns of worker=conversation are sampled: entry i is for turn i, and the last one for all later turns. null:
     # the section generation applies to all turns.
     turn_sampling: Annotated[tuple[TurnSampling, ...], BeforeValidator(_as_list)] = ()
@@ -85,13 +86,13 @@ class TrajectoryConfig:
     # With over_sampling, keep the trajectories that a step did not wait for: they continue with new weights, for later
     # steps. false: they are dropped.
     partial: bool = True
-    # How the loss corrects for trajectories of older weights. recomputed: loss.use_importance_sampling_correction
-    # weights tokens by π_prev/π_generation, where the trainer computes π_prev before it learns. engine: π_prev is what
-    # the engine reported, so that the ratio of the loss is π/π_generation. off: not at all. auto: recomputed, if
-    # trajectories can be old.
+    # How the loss corrects for trajectories of older weights. recomputed: tokens are weighted by π_prev/π_generation
+    # (sets loss.use_importance_sampling_correction); the trainer computes π_prev before it learns. engine: π_prev is
+    # what the engine reported, so that the ratio of the loss is π/π_generation. off: not at all. auto: recomputed if
+    # trajectories can be old, otherwise off.
     importance_correction: Literal["auto", "recomputed", "engine", "off"] = "auto"
-    save_every: NonNegative = 0  # write the trajectories of every n-th step; 0: of none. async_enabled: of all
-    # How many prompts of a round have their trajectories written; null: all, which a replay needs.
+    save_every: NonNegative = 0  # write trajectories every n-th step; 0: never. async_enabled: at every step
+    # Number of prompts of each round of sampling whose trajectories are written; null: all, which a replay needs.
     save_prompts: Positive | None = None
     # Learn from the trajectories in a directory rollouts/STAGE of another run, instead of making and scoring them.
     # null: no.

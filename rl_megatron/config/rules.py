@@ -118,7 +118,7 @@ def _check_delta_rule(model: ModelConfig) -> None:
 
 def _check_biases(model: ModelConfig) -> None:
     if model.linear_bias and not model.qkv_bias:
-        raise ConfigError("model.linear_bias=true needs model.qkv_bias=true: all linears have a bias, or none has")
+        raise ConfigError("model.linear_bias=true needs model.qkv_bias=true: it gives all linears a bias")
     if model.linear_bias and model.sandwich_norms:
         raise ConfigError("model.linear_bias=true is not supported with model.sandwich_norms=true; set one to false")
     if model.linear_bias and model.shared_expert_ffn_hidden_size is not None:
@@ -169,7 +169,7 @@ def _check_windows(model: ModelConfig) -> None:
     if every is None and model.local_rope_base is not None:
         raise ConfigError(
             f"model.local_rope_base={model.local_rope_base} needs layers with and without a window, and "
-            "model.global_attention_every=null makes all layers alike; set it, or set model.rope_base alone"
+            "model.global_attention_every=null makes all layers alike; set that key, or only model.rope_base"
         )
 
 
@@ -312,7 +312,7 @@ def _refuse_keys(rollout: TrajectoryConfig, where: str) -> None:
     for key in _KEYS:
         if getattr(rollout, key) != getattr(default, key):
             raise ConfigError(
-                f"{where}.{key} has no effect without {where}.async_enabled=true; set it, or leave {key} out"
+                f"{where}.{key} has no effect without {where}.async_enabled=true; set that, or leave {key} out"
             )
 
 
@@ -350,7 +350,7 @@ def _check_correction(stage: StageConfig, where: str) -> None:
         raise ConfigError(
             f"{where}.importance_correction={stage.rollout.importance_correction}: loss.name={name} has no key "
             f"{_CORRECTS}, so it does not correct for trajectories of older weights; choose loss=clipped_pg, or set "
-            f"{where}.importance_correction=engine if its ratio does, or =off to learn without a correction"
+            f"{where}.importance_correction=engine if its ratio corrects for them, or =off for no correction"
         )
     if correction != "engine":
         return
@@ -397,7 +397,7 @@ def check_deterministic(stage: StageConfig, environment: Mapping[str, str] = os.
 
 
 def _why_engine_varies(stage: StageConfig, environment: Mapping[str, str]) -> str | None:
-    """Return why the rollout engine may sample other tokens in a repeated run, and the remedy; None if it may not."""
+    """Return why a repeated run may sample other tokens, and the remedy; None if it samples the same ones."""
     generation = stage.generation
     if generation.engine == "transformers":
         return "its processes do not have this process's deterministic settings"

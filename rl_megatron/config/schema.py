@@ -1,7 +1,7 @@
 """The configuration of a run, one frozen dataclass per YAML section. Field comments are the documentation of the keys.
 
-This module has the run, its stages, and the base classes of the settings of algorithms and data sources. Each other
-section is in the module of its name.
+This module has the run, its stages, and the base classes of the settings of algorithms and data sources. Every other
+section is in the module that has its name.
 
 Values are checked on construction, and messages name the key that is unknown, of a wrong type or out of range. Checks
 that need two sections are in `stages.py`, and in the `check` methods of algorithms and data sources. Checks that need
@@ -43,9 +43,9 @@ class AlgorithmConfig:
     """The settings that every algorithm has. Each algorithm declares a subclass, as in config/algorithms.py.
 
     Attributes:
-        learns_from: The kind of training data, one of config/data.py or a data source's own.
-        leaves_language_model: Whether a stage after this one can start from its weights.
-        has_critic: Whether the algorithm trains a critic as well, which doubles a checkpoint.
+        learns_from: The kind of training data, from config/data.py or a data source's own.
+        leaves_language_model: Whether the trained weights are a language model, from which a later stage can start.
+        has_critic: Whether the algorithm also trains a critic, which doubles the size of checkpoints.
         may_change_on_resume: Keys that may have other values when a run is resumed (runs/rerun.py).
         usual_loss: The loss that a training function of the Python API chooses if its caller names none.
         usual_batching: What `train.batching=null` stands for.
@@ -135,13 +135,13 @@ class DataConfig:
     # Share of the data that is held out for evaluation if it has no held-out split; unused by task.
     heldout_fraction: Fraction = 0.05
     sequence_length: Positive = 128  # tokens of a pretraining window
-    # How records become text. chat: as a conversation, with the tokenizer's chat template. plain: with the two
-    # templates below alone. auto: chat if records are conversations (`messages`, or lists of messages as `prompt`,
+    # How records become text. chat: as a conversation, with the tokenizer's chat template. plain: only with the
+    # two templates below. auto: chat if records are conversations (`messages`, or lists of messages as `prompt`,
     # `chosen` or `rejected`), otherwise plain.
     format: Literal["auto", "plain", "chat"] = "auto"
     # The prompt, as a Python format string with the fields of a record; with source=task, with {prompt} and the fields
     # of the problem's record. With format=chat it is the user's message. null: the task's own prompt; for other
-    # sources, the field that holds the prompt, such as `question`, in plain text with a line break.
+    # sources, the field that holds the prompt, such as `question`, and in plain text a line break.
     prompt_template: str | None = None
     # The answer, also as a format string. With source=preference, {answer} is the chosen or the rejected text. null:
     # {answer}, or another field that holds the answer, such as `completion`.
@@ -210,7 +210,7 @@ class StageConfig:
 
 @section
 class RunConfig:
-    """A run: stages in order. Each starts from the weights of the previous stage, or of that in its `init_from`."""
+    """A run: stages in order. Each starts from the weights of the previous stage, or of its `init_from` stage."""
 
     stages: dict[str, StageConfig]  # stages by name, in order
     # Directory of metrics, checkpoints, the tokenizer and the effective configuration. null: outputs/ and the name of

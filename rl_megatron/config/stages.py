@@ -1,4 +1,4 @@
-"""Build the stages of a run from the sections of the run and the changes of each stage, and check their rules."""
+"""Build the stages of a run from the run's sections and each stage's changes, and check the stages."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _shadows(changes: Mapping[str, object], path: list[str]) -> bool:
 
 
 def _has_key(changes: Mapping[str, object], key: str) -> bool:
-    """Return whether the stage has the key: the keys of `algorithm` and `data` depend on a name in them."""
+    """Return whether the stage has the key; which keys `algorithm` and `data` have depends on a name in them."""
     section, _, name = key.partition(".")
     chosen = find_chosen_class(section, changes[section])
     return chosen is None or name.partition(".")[0] in {field.name for field in fields(chosen)}
@@ -240,7 +240,7 @@ def _with_usual_batches(train: Any, algorithm: Any, changes: Any, where: str) ->
 def _without_keys_of_another(
     section: str, below: Mapping[str, object], changes: Mapping[str, object]
 ) -> Mapping[str, object]:
-    """Return the run's section without the keys that the class chosen by the stage does not have."""
+    """Return the run's section without the keys that the stage's chosen class lacks or ignores."""
     replaced, chosen = find_chosen_class(section, below), find_chosen_class(section, changes)
     if replaced is None or chosen is None:
         return below

@@ -33,7 +33,7 @@ class TeacherConfig:
     concurrency: Positive = 64  # with url: the maximum number of concurrent requests
 
     def check(self) -> None:
-        """Check that the teacher has either a path or a url, and only keys for that kind."""
+        """Check that the teacher has a path or a url, not both, and with a url has `model` but not `parallel`."""
         if (self.path is None) == (self.url is None):
             raise ConfigError(
                 "algorithm.teachers: each teacher needs either path (a checkpoint or a Hugging Face directory) or url "
@@ -46,7 +46,7 @@ class TeacherConfig:
 
 
 def check_teachers(teachers: Sequence[TeacherConfig], stage: StageConfig) -> None:
-    """Check that there is a teacher, and only one if the loss reads its whole vocabulary."""
+    """Check that there is a teacher, and for full_distillation only one, with a path and the student's layout."""
     if not teachers:
         raise ConfigError(
             "algorithm.teachers is empty: distillation needs a teacher; set it to the path of a checkpoint or of a "
@@ -74,7 +74,7 @@ def check_teachers(teachers: Sequence[TeacherConfig], stage: StageConfig) -> Non
 
 
 def _check_data_sets(teachers: Sequence[TeacherConfig], stage: StageConfig) -> None:
-    """Check that the teachers' data_sets name data sets of the mixture, and that each of these has a teacher."""
+    """Check that the teachers' data_sets name data sets of the mixture, and that every data set has a teacher."""
     chosen = [name for teacher in teachers for name in teacher.data_sets]
     if not chosen:
         return

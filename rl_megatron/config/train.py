@@ -22,7 +22,7 @@ from rl_megatron.config.metrics import HIGHER_IS_BETTER, is_eval_metric
 
 
 def _check_eval_metric(name: str) -> str:
-    """Return the name of an eval metric; the preflight checks whether the stage has it."""
+    """Return `name` if it is an eval metric; the preflight checks whether the stage has that metric."""
     if not is_eval_metric(name):
         choices = ", ".join(map(repr, HIGHER_IS_BETTER))
         raise ValueError(f"must be {choices}, or a statistic of a set of eval.sets, as in 'aime/avg@8'")
@@ -35,7 +35,7 @@ _DURATION = re.compile(r"(\d{1,3}):(\d\d):(\d\d):(\d\d)")  # days, hours, minute
 
 
 def parse_duration(duration: str) -> float:
-    """Return a duration DD:HH:MM:SS in seconds; raise ValueError if it is written in another way."""
+    """Return a duration DD:HH:MM:SS in seconds; raise ValueError if it has another form."""
     parts = _DURATION.fullmatch(duration)
     if parts is None:
         raise ValueError("must be a duration DD:HH:MM:SS, such as 00:03:45:00 for 3 hours and 45 minutes")
@@ -62,7 +62,7 @@ class TrainConfig:
     # Sequences per optimizer step over all ranks; a preference pair is two sequences. null: all sequences that a
     # rollout step learns from, so that it has one optimizer step; 32 for algorithms that read data sets.
     global_batch_size: Positive = 32
-    # How sequences form the microbatches of one forward pass. padded: micro_batch_size sequences, padded to the longest
+    # How sequences form microbatches, one per forward pass. padded: micro_batch_size sequences, padded to the longest
     # of the batch. dynamic: sequences of similar length, padded to their longest, up to micro_batch_tokens. packed:
     # sequences one after the other without padding, up to micro_batch_tokens. null: packed for algorithms that sample
     # completions (grpo and ppo), because these differ in length, and padded for others.
@@ -72,7 +72,7 @@ class TrainConfig:
     # both sequences of a preference pair must fit together.
     micro_batch_tokens: Positive = 4096
     # Compute logits from the last hidden states for one block of tokens at a time (a block's logits are 512 MiB in bf16
-    # on a GPU, 32 MiB on a CPU). The full logits tensor never exists, and backward computes the blocks again. Losses
+    # on a GPU, 32 MiB on a CPU). The full logits tensor never exists, and backward recomputes the blocks. Losses
     # that read whole logits do not use it.
     fused_head: bool = False
     # Where the reference policy of dpo, grpo and ppo is kept. resident: on the device, beside the policy. offload: in
@@ -87,7 +87,7 @@ class TrainConfig:
     async_save: bool = True  # write checkpoints while training continues; a stage still waits for its last one
     keep_checkpoints: Positive = 2  # newest checkpoints kept per stage; older ones are deleted
     # Also export every checkpoint in the format of Hugging Face, to OUTPUT_DIR/exported/STAGE/step-N, while training
-    # continues: adapters as peft has them, a reward model as a classifier. An export is deleted with its checkpoint.
+    # continues: adapters in peft's format, a reward model as a classifier. An export is deleted with its checkpoint.
     export_hf: bool = False
     # Also keep the best checkpoint by this eval metric, or by a statistic of a set, as in `aime/avg@8`. null: none.
     keep_best: EvalMetric | None = None
@@ -107,12 +107,11 @@ class TrainConfig:
     anomaly_window: NonNegative = 50
     # A loss spike is this many standard deviations, estimated from the median absolute deviation, above the median.
     loss_spike_deviations: PositiveFloat = 10.0
-    # The reward has collapsed if the median of the last five steps is below this share of the median of the steps
-    # before.
+    # The reward has collapsed if the median of the last five steps is below this share of the earlier steps' median.
     reward_collapse_fraction: Fraction = 0.5
-    equal_rewards_steps: Positive = 10  # steps in a row with all rewards equal after which a warning is logged
-    # How long a rank may be silent, or all ranks make no progress, before a report names the rank that hangs and writes
-    # the stacks of all ranks to failure.json; 0: never. The run continues.
+    equal_rewards_steps: Positive = 10  # a warning is logged after this many steps in a row with all rewards equal
+    # If a rank is silent, or no rank makes progress, for this long, a report names the rank that hangs, and the stacks
+    # of all ranks are written to failure.json; 0: never. The run continues.
     hang_report_seconds: NonNegativeFloat = 300.0
     # The time since the command's start, as DD:HH:MM:SS, by which the last checkpoint must be saved. The run ends after
     # the last step that leaves enough time; the same command continues it. The end of a SLURM job is also a limit.

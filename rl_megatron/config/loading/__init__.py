@@ -1,1 +1,1 @@
-"""Loading: compose a configuration from files and overrides, build its sections, and find what it names."""
+"""Loading: compose a configuration from files and overrides, build its sections, and import the code that it names."""

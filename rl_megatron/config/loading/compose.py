@@ -54,7 +54,7 @@ class Composed:
 
 
 class _ReadOnce(ConfigRepository):
-    """A repository of the files that Hydra composes. It reads the user's every time, and others once per process."""
+    """A repository of the files that Hydra composes. It reads users' files every time, others once per process."""
 
     _results: ClassVar[dict[tuple[str, str], ConfigResult | None]] = {}  # (source, file) -> its content
 
@@ -103,7 +103,7 @@ def compose_config(
     config_name: str = PRIMARY,
     read_model: checkpoint_metadata.ReadModel | None = None,
 ) -> Composed:
-    """Return the primary configuration `config_name` with `overrides`; `load_config` documents the arguments."""
+    """Return the configuration composed from `config_name` and `overrides`; `load_config` documents the arguments."""
     for override in overrides:
         _refuse_settings_of_hydra(override)
     if _chooses_own_loss(overrides) and not any(get_override_key(override) == "loss" for override in overrides):
@@ -128,7 +128,7 @@ def compose_config(
 
 
 def as_additions(overrides: list[str]) -> list[str]:
-    """Return overrides with `++` for keys of open sections, which the schema checks instead of Hydra."""
+    """Return the overrides, with `++` before keys that Hydra does not know but the schema checks later."""
     # configs/config.yaml has no keys of unused services and adapters, nor the arguments of users' workers and
     # environments.
     of_rollouts = ("rollout.worker_kwargs", "rollout.environment.kwargs", "rollout.agent.environment")
@@ -147,7 +147,7 @@ def _chooses_own_loss(overrides: list[str]) -> bool:
 
 
 def _tree(overrides: list[str], config_name: str) -> Mapping[str, object]:
-    """Return the composition of some overrides, or an empty one if Hydra refuses them."""
+    """Return the configuration composed with `overrides`, or an empty one if Hydra refuses them."""
     try:
         return cast(dict[str, Any], OmegaConf.to_container(compose(config_name, overrides=overrides)))
     except (HydraException, OmegaConfBaseException, ValueError):
@@ -155,7 +155,7 @@ def _tree(overrides: list[str], config_name: str) -> Mapping[str, object]:
 
 
 def _find_resolver_message(error: BaseException | None) -> str | None:
-    """Return the message of the resolver's ConfigError in a chain of errors, or None if it has none."""
+    """Return the message of the ConfigError that caused `error` (a resolver raised it), or None if none did."""
     while error is not None and not isinstance(error, ConfigError):
         error = error.__cause__ or error.__context__
     return None if error is None else str(error)
@@ -199,7 +199,7 @@ def _refuse_several_experiments(overrides: list[str]) -> None:
 
 
 def _refuse_unknown_stages(overrides: list[str], config_name: str) -> None:
-    """Refuse an override of a stage that the experiment does not have, which would otherwise add a stage."""
+    """Refuse overrides of stages that the experiment does not have; Hydra would add such a stage."""
     named = [override for override in overrides if get_override_key(override).startswith("stages.")]
     if not named:
         return

@@ -16,7 +16,7 @@ from rl_megatron.config import schema
 from rl_megatron.config.commands import format_list_override, format_override
 from rl_megatron.config.errors import nearest
 
-OPEN_SECTIONS = ("stages.", "algorithm.", "data.")  # the keys of these depend on a name in the section
+OPEN_SECTIONS = ("stages.", "algorithm.", "data.")  # sections whose keys depend on a name in the section
 _MOST = 2  # keys that one hint names
 # Names in TRL, verl, NeMo RL and Transformers → the keys here. Only messages about unknown keys use them.
 NAMES_ELSEWHERE = {
@@ -89,9 +89,9 @@ _UNSUPPORTED = {
 def suggest_key(key: str, keys: Iterable[str]) -> str:
     """Return the end of a message about an unknown key, such as "train.lr" or "data.mix[0].wieght": the likely keys.
 
-    Likely keys are those that other libraries call by this name, those of the same name in other sections, and a
-    similar one in the same section. If there is none, a similar path is named, or all keys of the section. `keys` are
-    the paths of all keys; a list's elements are written as in "data.mix[].weight".
+    Likely keys are those that have this name in other libraries, those of the same name in other sections, and a
+    similar one in the same section. If there are none, the message has a similar path, or all keys of the section.
+    `keys` are the paths of all keys; a list's elements are written as in "data.mix[].weight".
     """
     element = re.search(r"\[\d+\]", key)
     if element is not None:
@@ -129,7 +129,7 @@ def tree_paths(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:
 
 
 def schema_paths(section: Any, prefix: str = "", elements: bool = False) -> Iterator[str]:
-    """Yield every key path of a dataclass: "train", "train.steps", …; including those of all members of a union.
+    """Yield every key path of a dataclass: "train", "train.steps", …; for a union, those of all its members.
 
     With `elements`, also yield the paths of the elements of lists, such as "data.mix[].weight".
     """
@@ -145,9 +145,9 @@ def schema_paths(section: Any, prefix: str = "", elements: bool = False) -> Iter
 
 
 def explain(error: Exception, overrides: list[str], tree: Mapping[str, object]) -> str:
-    """Return a message about an override that Hydra refuses: its quoting, its unknown key, or Hydra's own words.
+    """Return why Hydra refuses an override: wrong quoting, an unknown key or preset, or Hydra's own message.
 
-    `tree` is the configuration composed from only the choices of presets and the experiment.
+    `tree` is the configuration composed with only the overrides that choose presets or the experiment.
     """
     if isinstance(error, OverrideParseException):
         return _explain_quoting(_restore_override(str(getattr(error, "override", "")), overrides))

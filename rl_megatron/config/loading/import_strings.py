@@ -2,7 +2,7 @@
 
 A configuration may use one where it selects a loss, a task, an advantage estimator, a reward function, a rollout worker
 or an environment, so that users need no plugin module. A file is imported once, under a name that follows from its
-absolute path; its directory is added at the end of `sys.path`, so that the file can import its neighbours and none of
+absolute path. Its directory is added at the end of `sys.path`, so that the file can import its neighbours but none of
 them hides an installed module.
 """
 
@@ -62,7 +62,7 @@ def run_user_code(where: str, call: Callable[[], _T]) -> _T:
 def describe_user_error(error: BaseException, file: str | None = None) -> str:
     """Return "raised TypeError: message (file:line)" for an error of users' code.
 
-    The line is the traceback's last line that is in `file`, or the last of all if none is.
+    The line is the traceback's last line in `file`, or its last line if none is in `file`.
     """
     message = " ".join(str(error).split())
     return f"raised {type(error).__name__}: {message} ({_locate_error(error, file)})"
@@ -82,7 +82,7 @@ def refuse_another(where: str, module: ModuleType, directory: Path) -> None:
 
 
 def _locate_error(error: BaseException, name: str | None) -> str:
-    """Return file:line of the traceback's last line that is in the file `name`, or of the last of all if none is."""
+    """Return file:line of the traceback's last line in the file `name`, or of its last line if none is there."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -163,7 +163,7 @@ class _FileFinder(MetaPathFinder):
 
 
 def make_string_absolute(text: str, where: str, config_dir: str | os.PathLike[str] | None = None) -> str:
-    """Return an import string that means the same in any working directory: its file has an absolute path."""
+    """Return the import string with its file's absolute path, so that it is valid in any working directory."""
     source, name = _split(text, where)
     if config_dir is not None:
         add_to_path(Path(config_dir).resolve())  # a module of this directory may be imported later
@@ -171,7 +171,7 @@ def make_string_absolute(text: str, where: str, config_dir: str | os.PathLike[st
 
 
 def make_absolute(tree: Mapping[str, object], config_dir: str | os.PathLike[str] | None) -> None:
-    """Make the import strings of a composed configuration, and of its stages, absolute in place."""
+    """Make the paths in the import strings of a configuration and its stages absolute, in place."""
     stages = tree.get("stages")
     stages = stages if isinstance(stages, Mapping) else {}
     sections = {"": tree, **{f"stages.{name}.": stage for name, stage in stages.items()}}
@@ -278,12 +278,12 @@ _digests: dict[str, str] = {}
 
 
 def record_function(name: str, function: Callable[..., Any]) -> None:
-    """Record the code of a function under its name in the configuration."""
+    """Record a digest of a function's code under the function's name in the configuration."""
     _digests[name] = hashlib.sha256(_read_code(function).encode()).hexdigest()[:32]
 
 
 def function_digest(name: str) -> str | None:
-    """Return a digest of the code of a recorded function, or None if no function of this name is recorded."""
+    """Return the recorded digest of a function's code, or None if no function of this name is recorded."""
     return _digests.get(name)
 
 

@@ -34,7 +34,7 @@ def load_config(
     settings: Mapping[str, object] | None = None,
     read_model: checkpoint_metadata.ReadModel | None = None,
 ) -> schema.RunConfig:
-    """Return the run that `overrides` describe, after importing its plugins.
+    """Return the configuration of a run from `overrides`, after importing its plugins.
 
     Args:
         overrides: Overrides in Hydra's syntax, as in `experiment=quickstart train.seed=1`.
@@ -42,8 +42,8 @@ def load_config(
             `experiment/mine.yaml`), and its Python modules can be plugins.
         config_name: The primary configuration, which may be a file of `config_dir`.
         settings: Values of keys, as nested mappings, which take precedence over `overrides`.
-        read_model: Reads the model section of a Hugging Face directory for `model=init_from`. None refuses such
-            directories.
+        read_model: The function that reads the model section of a Hugging Face directory for `model=init_from`. If it
+            is None, such directories are refused.
 
     Raises:
         ConfigError: A key or value is wrong. The message names the key, the value, the rule and, for a mistyped key,

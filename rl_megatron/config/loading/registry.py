@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Registry(MutableMapping[str, T], Generic[T]):
-    """A mapping of names to objects of one kind. Modules of the package and plugins add theirs when imported."""
+    """A mapping of names to objects of one kind. Plugins and the package's modules add theirs when imported."""
 
     def __init__(self, kind: str):
         """Initialize an empty registry; `kind` is the word for an entry in error messages, for example "loss"."""
@@ -93,7 +93,7 @@ class UnknownName(KeyError, ValueError):
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Return whether both are the same definition, possibly of a module that was imported twice."""
+    """Return whether both objects have the same definition, possibly in a module that was imported twice."""
     places = [(getattr(entry, "__module__", None), getattr(entry, "__qualname__", None)) for entry in (one, other)]
     return one is other or (None not in places[0] and places[0] == places[1])
 
@@ -143,5 +143,5 @@ def parse_plugins(value: object, where: str = "plugins") -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def find_installed_plugins() -> tuple[EntryPoint, ...]:
-    """Return the entry points of all installed packages in the group of plugins."""
+    """Return the entry points of the group `rl_megatron.plugins` of all installed packages."""
     return tuple(entry_points(group=ENTRY_POINT_GROUP))

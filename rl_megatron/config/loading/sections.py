@@ -1,4 +1,4 @@
-"""Build the dataclasses of sections from plain mappings, and name the key of a value that is wrong."""
+"""Build the dataclasses of sections from plain mappings; errors name the keys of wrong values."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _CHOOSING_KEYS = {
     "data": ("source", SOURCE_CONFIGS),
 }
 SectionT = TypeVar("SectionT")
-_MOST = 8  # mistakes that one message names
+_MOST = 8  # wrong keys that one message names
 
 
 def find_chosen_class(section: str, values: object) -> type | None:
-    """Return the registered dataclass that a section's choosing key names, or None if it names none."""
+    """Return the dataclass registered under the section's name or source, or None if there is none."""
     if section not in _CHOOSING_KEYS or not isinstance(values, Mapping):
         return None
     key, registry = _CHOOSING_KEYS[section]
@@ -34,7 +34,7 @@ def find_chosen_class(section: str, values: object) -> type | None:
 def build_section(section: type[SectionT], values: Mapping[str, object], where: str) -> SectionT:
     """Return an instance of the dataclass `section`, built from plain mappings and lists.
 
-    `where` is the beginning of the key path, such as "stages.sft.". A message names all wrong keys.
+    `where` is the beginning of the key path, such as "stages.sft.". The error names the wrong keys, at most eight.
     """
     try:
         return TypeAdapter(section).validate_python(values)

@@ -31,7 +31,7 @@ def section(cls: type[Section]) -> type[Section]:
 
 
 def _no_switch(value: object) -> object:
-    """Return `value` unless it is a bool, which Python would accept as the number 0 or 1."""
+    """Return `value`, but refuse a bool, which Python would accept as the number 0 or 1."""
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
     return value
@@ -106,7 +106,11 @@ def check_types(settings: DataclassInstance) -> None:
 def check_ranges(
     settings: DataclassInstance, at_least_zero: Iterable[str] = (), above_zero: Iterable[str] = ()
 ) -> None:
-    """Check that these fields are at least 0, or above 0; raise ValueError otherwise. None is accepted."""
+    """Check the fields that must be at least 0 and those that must be above 0. None is accepted.
+
+    Raises:
+        ValueError: A field is out of its range.
+    """
     optional = {field.name for field in dataclasses.fields(settings) if "None" in str(field.type)}
     for key in at_least_zero:
         if getattr(settings, key) is not None and getattr(settings, key) < 0:
