@@ -1,4 +1,4 @@
-"""Find the weights that a run starts from: a checkpoint, or a Hugging Face directory, of which a checkpoint is made."""
+"""Find the weights that a run starts from: a checkpoint, or a Hugging Face directory, which is converted to one."""
 
 from __future__ import annotations
 

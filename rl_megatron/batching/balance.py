@@ -1,4 +1,4 @@
-"""Balance costs: groups over packs, and packs over shards.
+"""Balance costs: assign groups to packs, and packs to shards.
 
 A group is one sequence, or several that stay together. A pack is a microbatch with a limit on its tokens. Packs should
 have equal costs, and so should shards, which wait for each other at the end of every optimizer step. Every function is

@@ -1,4 +1,4 @@
-"""The adapters of a checkpoint: manifest entries for them and their base, their tensors, and merging them."""
+"""The adapters of a checkpoint: their entries in the manifest, their base, their tensors, and how they are merged."""
 
 from __future__ import annotations
 

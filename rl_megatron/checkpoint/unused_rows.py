@@ -1,4 +1,4 @@
-"""Rows of the embedding and the head that no token of the tokenizer has, and the probability that they get.
+"""Rows of the embedding and the head that belong to no token of the tokenizer, and the probability that they get.
 
 Training leaves these rows out of every softmax. transformers and inference servers include them, and so give every
 token a little less probability. The difference is measured, because it cannot be derived from the weights alone.

@@ -1,4 +1,4 @@
-"""`rl-megatron balance`: divide a job's nodes between training and the rollout engine, by the times of a run."""
+"""`rl-megatron balance`: divide a job's nodes between training and the rollout engine, by times measured in a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Show what a command can choose, and how Hydra composes it: experiments, presets, `--info` and shell completion."""
+"""Show a command's choices, and how Hydra composes its keys: experiments, presets, `--info` and shell completion."""
 
 from __future__ import annotations
 

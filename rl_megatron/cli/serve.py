@@ -1,4 +1,4 @@
-"""Start the servers of a run's rollout engine on this node (`rl-megatron serve`), and set their addresses in runs."""
+"""Start the servers of a run's rollout engine on this node (`rl-megatron serve`), and give their addresses to runs."""
 
 from __future__ import annotations
 

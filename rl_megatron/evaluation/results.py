@@ -1,4 +1,4 @@
-"""Files with the results of every problem of an evaluation, as Parquet, and the comparison with the run's start."""
+"""Parquet files with the results of an evaluation for every problem, and those of the run's start for comparison."""
 
 from __future__ import annotations
 

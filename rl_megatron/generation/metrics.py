@@ -1,4 +1,4 @@
-"""Declare the metrics that rollout engines report of a weight sync (`RolloutEngine.sync`)."""
+"""Declare the metrics of a weight sync that rollout engines report (`RolloutEngine.sync`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find texts of any number of tokens that end a completion, while the completion grows token by token."""
+"""Find stop strings, of any number of tokens, while the completion grows token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compute the per-token values [B, S-1] that losses need from logits, which may be sharded, padded or packed."""
+"""Compute, from sharded, padded or packed logits, the per-token values [B, S-1] that losses need."""
 
 from __future__ import annotations
 

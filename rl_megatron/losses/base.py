@@ -1,4 +1,4 @@
-"""The base classes of losses: formulas over streams (per-token tensors), which they read from a model's output."""
+"""The base classes of losses, which apply formulas to streams (per-token tensors) of a model's output."""
 
 from __future__ import annotations
 

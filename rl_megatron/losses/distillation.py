@@ -1,4 +1,4 @@
-"""Distillation: train a student towards a teacher's next-token distribution, given by its top-k or by all logits."""
+"""Distillation: train a student towards a teacher's next-token distribution, given by the top-k or all logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building of megatron-core's GPT model from a model section: one model chunk per virtual pipeline stage of a rank."""
+"""Build megatron-core's GPT model from a model section: one model chunk per virtual pipeline stage of a rank."""
 
 from __future__ import annotations
 

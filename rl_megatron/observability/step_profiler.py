@@ -1,4 +1,4 @@
-"""`StepProfiler`: profiles of chosen steps, and one trace of all processes of a step for Perfetto."""
+"""`StepProfiler`: profiles of chosen steps, and a trace for Perfetto of all processes in one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank the layouts of a workload that fit a cluster by closed forms, and report why other layouts were rejected."""
+"""Rank, by closed forms, the layouts with which a workload fits a cluster, and report why others were rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout engine in other processes: what a plan omits of it, and how much GPU memory its servers use."""
+"""A rollout engine in other processes: which parts of it a plan omits, and how much GPU memory its servers use."""
 
 from __future__ import annotations
 

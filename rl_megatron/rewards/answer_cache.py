@@ -1,4 +1,4 @@
-"""`AnswerCache`: answers of a judge on disk, by a digest of the request."""
+"""`AnswerCache`: a judge's answers on disk, each stored under a digest of its request."""
 
 from __future__ import annotations
 

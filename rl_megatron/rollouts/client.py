@@ -1,4 +1,4 @@
-"""`RolloutClient`: a trajectory's access to the rollout engine, and the check that it uses the answers unchanged."""
+"""`RolloutClient`: a trajectory's access to the rollout engine, and the check that its tokens are the engine's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RollBack`: after a number that is not finite, a stage goes back to a checkpoint and leaves out the batches since.
+"""`RollBack`: after a loss or norm that is not finite, a stage returns to a checkpoint and skips the batches since.
 
 The steps up to the failure would only repeat themselves, because they depend on nothing but the checkpoint and the
 batches. So the stage continues with the batches after the failed one (Chowdhery et al. 2022, arXiv:2204.02311, section

@@ -1,4 +1,4 @@
-"""Collectives from one tensor into one tensor, under the names that the installed version of torch gives them.
+"""Collectives with one input and one output tensor, under the names that the installed version of torch gives them.
 
 NCCL gathers into one tensor. To gather into a list of tensors, torch would copy the parts once more.
 """

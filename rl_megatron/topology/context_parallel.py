@@ -1,4 +1,4 @@
-"""Cut hidden states zigzag over the context-parallel ranks, and put them together again for attention.
+"""Split hidden states in zigzag order over the context-parallel ranks, and put them together again for attention.
 
 A sequence of S tokens, S a multiple of 2·cp, is cut into 2·cp slices. Rank r holds the slices r and 2·cp−1−r, so that
 causal attention costs every rank the same.

@@ -1,4 +1,4 @@
-"""Sums, extremes and order statistics of values that data-parallel ranks hold in parts.
+"""Sums, extremes and order statistics of values that are spread over the data-parallel ranks.
 
 A result covers the values of all ranks, and is the same on every rank, bit for bit. The amount of data that ranks
 exchange does not grow with the number of values.

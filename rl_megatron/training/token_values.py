@@ -1,4 +1,4 @@
-"""Send the values of tokens from the ranks that computed them to the ranks that have the sequences, on the host.
+"""Send per-token values, on the host, from the ranks that computed them to the ranks that have the sequences.
 
 A device holds only the values of its own rank's sequences and one block of bounded size, for any number of ranks. The
 block is not larger than the forward pass's hidden states, so that gathering does not raise the peak of memory.

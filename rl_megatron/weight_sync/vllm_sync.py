@@ -1,4 +1,4 @@
-"""Choose how weights are sent to vLLM servers (`generation.refit`), and how a server is started for it."""
+"""Choose how weights are sent to vLLM servers (`generation.refit`), and how servers are started for this."""
 
 from __future__ import annotations
 

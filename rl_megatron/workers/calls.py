@@ -1,4 +1,4 @@
-"""Calls of users' code in a worker process: a mark of the running call, and the time of calls that share a loop."""
+"""Calls of users' code in a worker process: which call is running, and the times of calls that share an event loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data sources of answers: prompts with one answer, answers with labels, and pairs of answers.
+"""The data sources for answers: prompts with one answer, answers with labels, and pairs of answers.
 
 If a prompt is held out, all its labelled answers or pairs are held out too.
 """

@@ -1,4 +1,4 @@
-"""`PendingRequests`: the single requests of an engine's process, which decodes them between the policy's calls."""
+"""`PendingRequests`: single requests, which an engine's process decodes between the policy's calls."""
 
 from __future__ import annotations
 

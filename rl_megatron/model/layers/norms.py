@@ -1,4 +1,4 @@
-"""RMSNorm on plain torch, and the residual connection of layers that also norm the output of attention and MLP."""
+"""RMSNorm on plain torch, and the residual connection of layers that also normalise the output of attention and MLP."""
 
 from __future__ import annotations
 

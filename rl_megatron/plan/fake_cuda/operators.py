@@ -1,4 +1,4 @@
-"""The mode for operators on tensors without data: it replaces those that need data or peers, and reports all."""
+"""The mode for operators on tensors without data: it replaces those that need data or peers, and reports every call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reward functions that compare the completion with the reference answer, a form or a length."""
+"""The reward functions that compare the completion with the reference answer, a format or a length."""
 
 from __future__ import annotations
 
