@@ -1,4 +1,4 @@
-"""Plan which data-parallel rank owns which sequences of a global batch, and how its sequences form microbatches.
+"""Plan which data-parallel rank owns each sequence of a global batch, and how each rank's sequences form microbatches.
 
 Every sequence has one owner, which computes its logprobs and values and trains on it. All ranks know the length of
 every sequence and the rank that produced it, so their plans agree. Each rank plans only for its own block of ranks.
@@ -47,7 +47,7 @@ class OwnershipPlanner:
         width: The columns of the global batch.
         group_size: The number of consecutive sequences that stay together in a microbatch.
         groups: [B] A number for each sequence. Consecutive sequences with the same number, such as those of a
-            trajectory, have the same owner, but perhaps different microbatches. None: groups of `group_size`.
+            trajectory, have the same owner, but may be in different microbatches. None: groups of `group_size`.
     """
 
     lengths: np.ndarray
@@ -61,11 +61,11 @@ class OwnershipPlanner:
 
     @property
     def plans_microbatches(self) -> bool:
-        """Return whether ownership follows from a plan of microbatches: without `groups`, or on a single rank."""
+        """Return whether a plan of microbatches decides the owners: if there are no `groups`, or only one rank."""
         return self.groups is None or self.blocks.num_ranks == 1
 
     def assign_blocks(self, start: int, stop: int, homes: np.ndarray, block: int, gather: GatherMoves) -> np.ndarray:
-        """Return the block of each sequence of one optimizer step, from `start` to `stop - 1`.
+        """Return the block of ranks that gets each sequence of one optimizer step, from `start` to `stop - 1`.
 
         `homes` [B] has the rank that produced each sequence of the global batch. See the function `assign_blocks`.
         """
@@ -85,8 +85,8 @@ class OwnershipPlanner:
     def plan_block(self, numbers: np.ndarray, num_ranks: int) -> tuple[np.ndarray, list[RankMicrobatches]]:
         """Return (each sequence's rank within the block, the microbatches of each of these ranks).
 
-        `numbers` are those of the block's sequences of one optimizer step, in order. Unless `plans_microbatches`, the
-        list of microbatches is empty.
+        `numbers` are the indices in the global batch of the block's sequences of one optimizer step, ascending. Unless
+        `plans_microbatches`, the list of microbatches is empty.
         """
         if not self.plans_microbatches:
             groups = self.groups[numbers]  # pyright: ignore[reportOptionalSubscript]  # `groups` is not None here
@@ -137,7 +137,7 @@ def build_rank_microbatches(
 ) -> list[RankMicrobatches]:
     """Return the microbatches of each rank, with `PADDING` for each padding sequence.
 
-    `numbers` and `lengths` are the numbers in the global batch and the lengths of the planned sequences.
+    Each planned sequence has its index in the global batch in `numbers`, and its length in `lengths`.
     """
     numbers = [*numbers, *[PADDING] * (len(planned.lengths) - len(numbers))]
     ranks = []
@@ -170,7 +170,7 @@ def plan_ownership(
     blocks = planner.blocks
     block = blocks.find_block(rank)
     members = blocks.ranks(block)
-    local = np.zeros(len(planner.lengths), dtype=np.uint8)  # owners of this block's sequences, as ranks of the block
+    local = np.zeros(len(planner.lengths), dtype=np.uint8)  # owners of this block's sequences, as ranks in the block
     assigned = np.zeros(len(planner.lengths), dtype=np.uint16)
     planned: list[list[RankMicrobatches]] = []  # for each step, the microbatches of the block's ranks
     ends = np.cumsum([0, *sizes]).tolist()
@@ -204,7 +204,10 @@ def plan_ownership(
 def agree_on_counts(
     steps: Sequence[RankMicrobatches], group_size: int, ranks: RankReduction
 ) -> list[tuple[RankMicrobatches, float]]:
-    """Return (this rank's microbatches, all ranks' efficiency) per step. Counts are equal on all ranks. Collective."""
+    """Return (this rank's microbatches, all ranks' efficiency) per step.
+
+    All ranks get the same number of microbatches. Collective.
+    """
     most = ranks.max(torch.tensor([len(step.sequences) for step in steps])).tolist()
     steps = [step.extend(count, group_size) for step, count in zip(steps, most, strict=True)]
     totals = ranks.sum(torch.tensor([[step.tokens, step.slots] for step in steps])).tolist()

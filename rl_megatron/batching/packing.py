@@ -30,7 +30,7 @@ def pack_sequences(
         algorithm: A key of `ALGORITHMS`.
 
     Returns:
-        Packs of indices into `lengths`: every index exactly once, ascending inside a pack, no pack empty.
+        Packs of indices into `lengths`. Every index is in one pack; a pack's indices ascend, and no pack is empty.
 
     Raises:
         ValueError: The algorithm is unknown, a length is negative, or a sequence is longer than `capacity`.
@@ -56,7 +56,7 @@ def require_fitting(lengths: Sequence[int], capacity: int) -> None:
 
 
 def split_packs(packs: Packs, lengths: Sequence[int], num_packs: int) -> Packs:
-    """Split the packs with the most tokens in two until there are `num_packs`, a multiple of the number of ranks."""
+    """Split the pack with the most tokens in two, again and again, until there are `num_packs` packs."""
     num_sequences = sum(map(len, packs))
     if num_sequences < num_packs:
         raise ValueError(
@@ -76,7 +76,7 @@ def split_packs(packs: Packs, lengths: Sequence[int], num_packs: int) -> Packs:
 
 
 def _halve(pack: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return two packs with nearly equal tokens: each sequence, longest first, joins the pack with fewer."""
+    """Return two packs of similar size: each sequence, longest first, joins the pack with fewer tokens."""
     first: list[int] = []
     second: list[int] = []
     weights = [0, 0]
@@ -92,10 +92,10 @@ def _sort_longest_first(indices: Sequence[int], lengths: Sequence[int]) -> list[
 
 
 def _first_fit(indices: Sequence[int], lengths: Sequence[int], capacity: int) -> Packs:
-    """Return packs in which each sequence, in the order of `indices`, joined the first pack with space for it."""
+    """Add each sequence, in the order of `indices`, to the first pack with space for it, and return the packs."""
     packs: Packs = [[] for _ in indices]
-    # A tournament tree: leaf `first_leaf + pack` is the pack's space, every node above is the larger of its children,
-    # 2n and 2n + 1.
+    # A tournament tree: leaf `first_leaf + pack` is the pack's space, and every node n above the leaves is the larger
+    # of its children 2n and 2n + 1.
     first_leaf = 1 << max(len(packs) - 1, 0).bit_length()
     space = [capacity] * (2 * first_leaf)
     for index in indices:
@@ -132,15 +132,15 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
 
 
 def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
-    """Return packs as first fit decreasing does, but fill those of long sequences first.
+    """Pack as first fit decreasing does, but first fill the packs that have a long sequence, and return the packs.
 
     The number of packs is at most 71/60 of the minimum, plus one.
 
     Sequences are long (> 1/2 of the capacity), medium (> 1/3), small (> 1/6) or tiny. Every long one opens a pack.
-      1. From the fullest pack to the emptiest, add the longest medium sequence that fits.
-      2. From the emptiest to the fullest, if the two shortest small sequences fit in a pack without a medium one, add
-         the shortest small sequence and then the longest small one that fits.
-      3. From the fullest to the emptiest, add the longest remaining sequence that fits, until none does.
+      1. To each pack, from the fullest to the emptiest, add the longest medium sequence that fits.
+      2. To each pack without a medium sequence, from the emptiest to the fullest, if the two shortest small sequences
+         fit, add the shortest one and then the longest small one that fits.
+      3. To each pack, from the fullest to the emptiest, add the longest remaining sequence that fits, until none does.
       4. Pack the rest by first fit decreasing.
 
     Source: Johnson and Garey, "A 71/60 theorem for bin packing", Journal of Complexity 1 (1985).

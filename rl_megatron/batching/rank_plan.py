@@ -1,7 +1,7 @@
 """Plan the microbatches of several ranks at once, from the lengths of their sequences.
 
-All ranks need the same number of microbatches, because their collectives would hang otherwise, and microbatches should
-have similar costs. So every rank makes the same plan for all ranks that share the sequences.
+All ranks need the same number of microbatches, or their collectives would hang. Microbatches should also have similar
+costs. So every rank makes the same plan for all ranks that share the sequences.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class RankPlan:
 
     Attributes:
         microbatches: In the order in which they run.
-        efficiency: The share of computed tokens that are not padding, over all ranks, without the zero-weight
-            microbatches that an interleaved pipeline may add.
+        efficiency: The share of all ranks' computed tokens that are not padding. Microbatches of zero weight, which an
+            interleaved pipeline may add, do not count.
     """
 
     microbatches: list[Microbatch]
@@ -47,7 +47,7 @@ class LengthPlan:
     """A plan of microbatches from the lengths of sequences alone.
 
     Attributes:
-        lengths: Tokens of each sequence, at least 1, followed by those of padding sequences.
+        lengths: The number of tokens (at least 1) of each sequence, and then of each padding sequence.
         plan: Which sequences form which microbatch of which shard.
         tokens: Tokens of all sequences, without padding.
         slots: Tokens that the model computes, padding included.
@@ -109,7 +109,7 @@ def _plan_for_layout(
     group_size: int,
     cost: SequenceCost,
 ) -> MicrobatchPlan:
-    """Return the plan for all ranks, within the budget even after the layout has padded the microbatches."""
+    """Return the plan for all ranks. Its microbatches fit the budget even with the padding that the layout needs."""
     multiple = layout.sequence_multiple
     width = round_up(width, multiple)
     budget = batching.tokens // multiple * multiple
@@ -139,8 +139,8 @@ def sequence_lengths(batch: Mapping[str, Tensor]) -> list[int]:
 
     Raises:
         KeyError: The batch has no `input_ids`.
-        ValueError: There is no sequence or no token, a shape or dtype does not fit, a length does not fit the width, or
-            `token_mask` is set past the end of a sequence.
+        ValueError: The batch has no sequence or no token, a shape or dtype is wrong, a length is negative or exceeds
+            the width, or `token_mask` is set past the end of a sequence.
     """
     ids = require_key(batch, "input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype is torch.bool:

@@ -25,8 +25,8 @@ def plan_step(
     """Return the plan of one optimizer step of a batch. Collective over the ranks that share the batch.
 
     All ranks have the same number of microbatches. If the batch is whole, each rank plans for all ranks. Otherwise a
-    plan in `batch.steps` for the same sequences is used. If there is none, each rank packs the sequences that it owns,
-    and all ranks agree on the number of microbatches.
+    plan in `batch.steps` for the same sequences is used. Without such a plan, each rank packs the sequences that it
+    owns, and all ranks agree on the number of microbatches.
 
     Args:
         batch: The batch, whole or after `Batch.move_to_owners`.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_megatron.data.batch import common_size
 
-TRAJECTORY = "trajectory"  # the key of batches with each sequence's trajectory number
+TRAJECTORY = "trajectory"  # a batch's key for the trajectory number of each sequence
 
 
 class TrajectoryIndex:
@@ -65,7 +65,10 @@ class TrajectoryIndex:
         return values if self.all_alone else values[self.owner]
 
     def join(self, values: Tensor) -> Tensor:
-        """Return each trajectory's sequences as one: [B, S] becomes [N, K·S], padded to K sequences with zeros."""
+        """Return each trajectory's sequences as one: [B, S] becomes [N, K·S].
+
+        K is the largest number of sequences in a trajectory. Zeros pad trajectories with fewer.
+        """
         if self.all_alone:
             return values
         width = values.shape[1]
@@ -80,7 +83,7 @@ class TrajectoryIndex:
         return values.view(self.num_trajectories, self._most, -1)[self.owner, self._number_within()]
 
     def step_sizes(self, num_trajectories: int) -> list[int] | None:
-        """Return the sequences in each step of `num_trajectories` trajectories; None if all have one sequence."""
+        """Return the number of sequences in each step of `num_trajectories` trajectories; None if all have one."""
         return None if self.all_alone else torch.bincount(self.owner // num_trajectories).tolist()
 
     def _number_within(self) -> Tensor:

@@ -32,7 +32,7 @@ class Measurement:
         packing_efficiency: The share of token slots that hold a token.
         stream: The logprobs (or values) of all tokens, [B, S].
         gradients: The gradient of every parameter.
-        weights: Every parameter after one optimizer step, for the last objective of each head; otherwise empty.
+        weights: Every parameter after one optimizer step; empty except for the last objective of each head.
     """
 
     metrics: dict[str, float]
@@ -51,7 +51,7 @@ class Difference:
         quantity: The name of the quantity.
         error: The largest error.
         tolerance: The largest error that is accepted.
-        where: The parameter, token or metric with the largest error.
+        where: The parameter, token or metric with the largest error, or the expected loss.
     """
 
     quantity: str

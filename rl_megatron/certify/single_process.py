@@ -32,7 +32,7 @@ def run_in_one_process(workload: Workload, device: str = "auto") -> dict[str, Me
 
 
 class Reference:
-    """`run_in_one_process` in a new process, which runs at the same time as the layout. It owns the process."""
+    """A process that calls `run_in_one_process` while these ranks run the workload in the layout."""
 
     def __init__(self, workload: Workload, directory: Path, device: str, plugins: Sequence[str] = ()):
         """Start the process. It writes its results to `directory`, and imports `plugins`, which may define losses."""

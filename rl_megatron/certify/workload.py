@@ -146,7 +146,7 @@ def build_batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
         "returns": values + normal(*shape),
     }
     counts = (token_mask * sample_mask[:, None]) != 0
-    # Losses that compare logprobs with those of another policy may read a token's value from the entry before it.
+    # Losses that compare logprobs with those of another policy may read a token's value from the preceding entry.
     read = counts | counts.roll(-1, dims=1)
     streams = {name: torch.where(read, stream, math.nan) for name, stream in streams.items()}
     batch = BatchedDataDict(
@@ -169,11 +169,12 @@ def build_batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
 
 
 def shrink(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, ParallelConfig]:
-    """Return the smallest model of the same family that the parallel degrees allow, and matching degrees.
+    """Return the smallest model of the same family that the parallel degrees allow, and the parallel section for it.
 
-    The model keeps the ratio of heads to key/value heads, the biases, norms, tying, windows, latents and experts. The
-    stages of an uneven pipeline get fewer layers as well. The experts' load-balancing loss is turned off, because its
-    value depends on which sequences share a microbatch.
+    The model keeps the ratio of heads to key/value heads, and has biases, norms, tied embeddings, windows, latents and
+    experts if the original has them. The stages of an uneven pipeline get fewer layers as well. The experts'
+    load-balancing loss is kept only if its scope is "global": with the scope "microbatch", it depends on which
+    sequences share a microbatch.
     """
     num_model_chunks = parallel.virtual_pipeline
     uneven = {
@@ -255,6 +256,6 @@ def check_keys(name: str, loss_fn: LossFunction, batch: BatchedDataDict) -> None
 
 
 def build_small_batching(kind: BatchingKind, sequences: int, group_size: int, parallel: ParallelConfig) -> Batching:
-    """Return the batching of the small batch: at most four groups of sequences, or their tokens, per microbatch."""
+    """Return the batching of the small batch, whose microbatches have space for at most four groups of sequences."""
     sequences = min(-(-sequences // group_size), 4) * group_size
     return Batching(kind, sequences, tokens=sequences * round_up(WIDTH, sequence_multiple(parallel)))

@@ -39,7 +39,7 @@ _TENSORS = ".distcp"  # the ending of the files that hold a checkpoint's tensors
 
 
 def identify_base(checkpoint: Path) -> Base:
-    """Return the identity of a whole model's checkpoint as a base: its path, and a digest over its tensor files."""
+    """Return what identifies a whole model's checkpoint as a base: its path, and a digest over its tensor files."""
     entries = read_manifest(checkpoint)["files"]
     digested = {name: entry for name, entry in entries.items() if name.endswith(_TENSORS)}
     digest = hashlib.sha256(json.dumps(digested, sort_keys=True).encode()).hexdigest()[:16]
@@ -111,18 +111,18 @@ def check_base(checkpoint: Path, manifest: Mapping[str, Any], base: Base | None)
 def check_frozen_adapters(checkpoint: Path, saved: Sequence[LoraConfig], model: ShardedModel) -> None:
     """Refuse a checkpoint whose frozen adapters, `saved`, differ from those that `model` has already, if any."""
     if model.frozen_adapters and set(model.frozen_adapters) != set(saved):
-        listed = " and ".join(
+        listed = " (policy) and ".join(
             ", ".join(sorted(lora.adapter_name for lora in adapters)) or "none"
             for adapters in (model.frozen_adapters, saved)
         )
         raise ConfigError(
-            f"checkpoint {checkpoint} holds other frozen adapters than the policy has from an earlier one: {listed}; "
-            "load it into a new policy"
+            f"checkpoint {checkpoint} holds other frozen adapters than the policy has from an earlier one: {listed} "
+            "(checkpoint); load it into a new policy"
         )
 
 
 def check_same_adapter(checkpoint: Path, saved: LoraConfig, lora: LoraConfig) -> None:
-    """Refuse a saved adapter whose shape or scale differs from that of the run's section `peft`."""
+    """Refuse a saved adapter whose section `peft` differs from the run's in more than dropout and initialization."""
     saved_keys, now = asdict(saved), asdict(lora)
     free = {"lora_dropout", "init_lora_weights"}
     differing = [key for key in now if key not in free and _sort_list(saved_keys[key]) != _sort_list(now[key])]
@@ -144,15 +144,16 @@ def _sort_list(value: object) -> object:
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """An adapter of a checkpoint with its whole tensors on the host.
+    """An adapter of a checkpoint, with its unsharded tensors on the host.
 
     Attributes:
         config: The section `peft` that it was trained with.
-        linears: The parts of every linear that has an adapter, by its Megatron name.
-        tensors: Its tensors by the names that peft gives them, without the prefix for the base model.
-        whole: The modules that were trained whole, by the Hugging Face names of their tensors.
+        linears: The parts of every linear that has an adapter, by the linear's Megatron name.
+        tensors: The adapter's tensors by the names that peft gives them, without the prefix for the base model.
+        whole: The tensors of modules that were trained whole, by their Hugging Face names.
         keys: The checkpoint's key of each tensor of `whole`.
-        factors: DoRA's factors [rows] fp32 of each weight, by its Hugging Face name; `with_factors` computes them.
+        factors: DoRA's factors [rows] fp32 of each weight, by the weight's Hugging Face name; `with_factors` computes
+            them.
     """
 
     config: LoraConfig

@@ -2,8 +2,8 @@
 
 A checkpoint is a directory `step-000123`. It is written as `step-000123.incomplete`. Once every rank has written its
 part, rank 0 adds `manifest.json` (step, model, size and digest of every file) and renames the directory. A run that is
-killed while saving therefore leaves the previous checkpoint as the newest complete one. A byte that changes later is
-detected by its digest.
+killed while saving therefore leaves the previous checkpoint as the newest complete one. If a byte changes later, the
+digest of its file shows it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Damaged(ConfigError):
 
     @staticmethod
     def from_cause(checkpoint: Path, cause: str) -> Damaged:
-        """Return the error of a checkpoint, given what is wrong with it."""
+        """Return the error for a damaged checkpoint; `cause` states what is wrong with it."""
         return Damaged(f"checkpoint {checkpoint} is damaged: {cause}; use an older one")
 
 
@@ -76,7 +76,7 @@ def publish(
     """Turn the finished directory `partial` into the checkpoint `final`: write its manifest, then rename it.
 
     An existing checkpoint of this name is replaced. `manifest` has all keys but `format`, `files` and `sha256`.
-    `entries` are the manifest entries that the writers of files have computed; other files are digested here.
+    `entries` are manifest entries that the files' writers have computed already; other files are digested here.
     """
     entries = dict(entries or {})
     for path in sorted(partial.rglob("*")):
@@ -103,7 +103,7 @@ def publish(
 
 
 def _set_aside(path: Path) -> None:
-    """Rename a checkpoint that has no manifest, because the next save of its step would delete it."""
+    """Rename a checkpoint without a manifest, which the new checkpoint of the same step would otherwise replace."""
     names = (path.with_name(f"{path.name}.without-manifest-{number}") for number in count(1))
     free = next(name for name in names if not name.exists())
     log.LOGGER.warning("%s has no %s, so it is renamed to %s", path, MANIFEST, free)
@@ -228,18 +228,18 @@ SCORE_POSITION = "end of turn"  # the value of `score_position` in manifests of 
 
 
 def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_only: bool) -> bool:
-    """Return whether the model must initialize a new head, because a score head starts from a language model.
+    """Return True if a model with a score head starts from a language model, so that its head must be initialized.
 
-    Any other difference between the heads is refused. A warning is logged for a reward model of an older version, which
-    may have trained the score at another token.
+    Any other difference between the heads is refused. A warning is logged for a reward model that an older version
+    trained, perhaps with its score at another token.
     """
     saved = manifest.get("head", "lm")
     if saved == head:
         if head == "score" and manifest.get("score_position") != SCORE_POSITION:
             log.once(
                 f"checkpoint {checkpoint} does not record at which token its score was trained; some chat templates "
-                "write text after the token that ends a turn, such as ChatML's line break: a reward model for such a "
-                "template was trained at this text, but is now read at the token that ends the turn; train it again"
+                "write text (ChatML: a line break) after the token that ends a turn, and older versions trained the "
+                "score at this text, but it is now read at the token that ends the turn; train such a model again"
             )
         return False
     if (saved, head) == ("lm", "score") and weights_only:

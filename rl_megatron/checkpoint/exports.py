@@ -1,4 +1,4 @@
-"""Exports of a stage's checkpoints in the format of Hugging Face, which rank 0 writes while training continues.
+"""Exports of a stage's checkpoints in Hugging Face's format. Rank 0 writes them while training continues.
 
 The export of `RUN/checkpoints/STAGE/step-N` is the directory `RUN/exported/STAGE/step-N`. It gets this name once it is
 complete.
@@ -52,7 +52,7 @@ class Exporter:
     """The exports of a stage, one at a time, each written by a thread of rank 0. Every rank calls every method."""
 
     def __init__(self, checkpoints: Path, ranks: Ranks, is_wanted: bool = True):
-        """Begin without an export. Unless `is_wanted`, no method does anything."""
+        """Begin with no running export. If `is_wanted` is false, the methods do nothing."""
         self._checkpoints, self._ranks = checkpoints, ranks
         self._is_wanted, self._writes = is_wanted, is_wanted and ranks.leads
         self._thread: threading.Thread | None = None  # on rank 0 only, like the attributes below
@@ -83,7 +83,7 @@ class Exporter:
         if not self._is_wanted:
             return
         while self._ranks.share(lambda: self._thread is not None and self._thread.is_alive()):
-            time.sleep(_PAUSE_SECONDS)  # a collective that lasts as long as the export could exceed its timeout
+            time.sleep(_PAUSE_SECONDS)  # waiting for the export in one collective could time out
         failure = self._ranks.share(lambda: self._failure)
         self._thread = self._failure = None
         if failure is not None and must_succeed:

@@ -52,7 +52,7 @@ from rl_megatron.model.shards import PADDED, split_name, split_part
 
 Progress = Callable[[int, int], None]  # called with (bytes done, bytes in total)
 
-_DTYPE_KEYS = ("dtype", "torch_dtype")  # the key in config.json, in transformers 5 and in transformers 4
+_DTYPE_KEYS = ("dtype", "torch_dtype")  # config.json's key for the dtype, in transformers 5 and in transformers 4
 # Files that are copied with the weights: configuration, tokenizer, templates, licence.
 _SIDE_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
 _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -61,8 +61,8 @@ _IMAGE_FILES = ("preprocessor_config.json", "processor_config.json", "video_prep
 def import_peft(source: Path, base: Path, checkpoint: Path) -> dict[str, Any]:
     """Convert a directory of adapters in peft's format to a checkpoint, and return the checkpoint's manifest.
 
-    `base` is the checkpoint of the model that they were trained on. `checkpoint` must not exist. Nothing is written if
-    the input is wrong.
+    `base` is the checkpoint of the model that the adapters were trained on. `checkpoint` must not exist. Nothing is
+    written if the input is wrong.
     """
     with _open_partial(checkpoint) as partial:
         manifest = import_adapters(source, base, partial)
@@ -83,8 +83,8 @@ def export_peft(
     Args:
         checkpoint: The checkpoint.
         target: The path of the new directory, which must not exist.
-        adapter: The name of the only adapter to write, into the directory itself. If it is None, all are written, each
-            into a subdirectory of its name, except "default".
+        adapter: The adapter to write, directly into `target`. None writes all adapters: "default" into `target`, and
+            each other one into a subdirectory of its name.
         verify: Whether the checkpoint's files are compared with their digests.
     """
     manifest = read_manifest(checkpoint)
@@ -130,11 +130,10 @@ def export_weights(
 ) -> dict[str, Any]:
     """Convert a checkpoint to a Hugging Face directory, and return its config.json.
 
-    A reward model becomes a sequence classifier of one label, and a checkpoint of adapters becomes its base with all of
-    them merged. Weights keep the checkpoint's dtype. If the checkpoint, or the run that wrote it, started from a
-    Hugging Face directory, that directory's configuration and tokenizer are used. Otherwise the tokenizer is the run's,
-    and the configuration is that of the first family that can express the model. Nothing is written if the checkpoint
-    is wrong.
+    A reward model becomes a sequence classifier with one label. All adapters of a checkpoint are merged into their
+    base. Weights keep the checkpoint's dtype. If the checkpoint, or the run that wrote it, started from a Hugging Face
+    directory, that directory's configuration and tokenizer are used. Otherwise the tokenizer is the run's, and the
+    configuration is that of the first family that can express the model. Nothing is written if the checkpoint is wrong.
 
     Args:
         checkpoint: The checkpoint.
@@ -244,10 +243,11 @@ def describe_for_hugging_face(
     Args:
         model: The model.
         head: Its head, "lm" or "score".
-        carried: The directory of the Hugging Face files that it started from, or None if it did not start from any.
+        carried: The directory with the Hugging Face files (configuration, tokenizer) that the model started from, or
+            None.
         tokenizer: The run's tokenizer, or None if it is not known.
-        vocab_size: The size of the vocabulary, which is used if there is no `tokenizer`, or None if it is not known.
-        what: The words by which messages name the owner of the model, such as "the run".
+        vocab_size: The size of the vocabulary, or None if it is not known. It is used if `tokenizer` is None.
+        what: How messages name the checkpoint or run that has the model, such as "the run".
     """
     family, config, table = _describe_language_model(model, carried, tokenizer, vocab_size, what)
     if head == "score":
@@ -258,7 +258,7 @@ def describe_for_hugging_face(
 def _describe_language_model(
     model: ModelConfig, carried: Path | None, tokenizer: Tokenizer | None, vocab_size: int | None, what: str
 ) -> tuple[Family, dict[str, object], WeightTable]:
-    """Return the family, config.json and table of a model with the head of a language model."""
+    """Return the family, and the config.json and weight table that the model has with the head of a language model."""
     if carried is not None:
         config = read_json(carried / "config.json")
         family, read = read_model(config, str(carried / "config.json"))
@@ -284,7 +284,7 @@ def _describe_language_model(
 def _cut_unused_rows(
     config: dict[str, Any], table: WeightTable, num_tokens: int | None, checkpoint: Path
 ) -> tuple[dict[str, Any], WeightTable]:
-    """Return the config.json and the weight table of the model with one row for each token."""
+    """Return the config.json and the weight table with only the first `num_tokens` rows of embedding and head."""
     padded = [name for name in PADDED if table.shapes.get(name, (1,))[0] > 1]  # a score head has one row
     rows = table.shapes[padded[0]][0]
     if num_tokens is None or num_tokens == rows:
@@ -330,7 +330,7 @@ def _check_tensors(checkpoint: Path, table: WeightTable) -> dict[str, StoredTens
 def _read_hugging_face_blocks(
     table: WeightTable, stored: Mapping[str, StoredTensor], progress: Progress = lambda done, total: None
 ) -> Iterator[tuple[Rows, Shape, Tensor]]:
-    """Yield the tensors `stored` in blocks, each with its rows of one Hugging Face tensor, as `split_piece` does.
+    """Yield the tensors `stored` in blocks, each with its place in one Hugging Face tensor, as `split_piece` does.
 
     `progress` is called with the bytes read so far and the total.
     """
@@ -399,7 +399,7 @@ def _write_json(path: Path, values: Mapping[str, object]) -> None:
 
 @contextmanager
 def _open_partial(final: Path) -> Iterator[Path]:
-    """Provide a directory beside `final`, which the caller fills and renames. If it is not renamed, it is deleted."""
+    """Provide a new directory, which the caller fills and renames to `final`. If it is not renamed, it is deleted."""
     refuse_existing(final)
     partial = final.absolute().with_name(f"{final.name}.incomplete")
     try:

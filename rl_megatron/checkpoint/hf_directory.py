@@ -51,7 +51,7 @@ def check_import(source: Path, checkpoint: Path, base: Path | None = None) -> No
 
 
 def find_adapter_directories(source: Path) -> dict[str, Path]:
-    """Return the directory of each adapter of a peft directory by name, "default" first.
+    """Return the directory of each adapter of a peft directory by adapter name, "default" first.
 
     The result is empty for the directory of a whole model. It leaves out hidden subdirectories and those named
     checkpoint-N, in which the Trainer of transformers keeps earlier steps.
@@ -79,7 +79,8 @@ def find_adapter_directories(source: Path) -> dict[str, Path]:
 def choose_adapters(checkpoint: Path, manifest: Mapping[str, object], adapter: str | None) -> dict[str, str]:
     """Return the names of the adapters that an export writes, each with its name in the export.
 
-    If `adapter` is given, only this one is written, into the directory itself. If it is None, all are written.
+    If `adapter` is given, only this one is written, directly into the export's directory. If it is None, all are
+    written.
     """
     names = [section.get("adapter_name", DEFAULT_ADAPTER) for section in list_adapter_sections(manifest)]
     if adapter is None:
@@ -110,7 +111,7 @@ def refuse_adapter_with_head(checkpoint: Path, manifest: Mapping[str, object]) -
 
 
 def refuse_existing(path: Path) -> None:
-    """Refuse to write to a path that exists, or that cannot be made."""
+    """Refuse to write to a path that exists, or that cannot be created."""
     if path.exists():
         raise ConfigError(f"{path} exists already; choose another directory, or delete it")
     above = next(parent for parent in path.absolute().parents if parent.exists())
@@ -123,7 +124,7 @@ def refuse_existing(path: Path) -> None:
 def read_directory(directory: Path, head: str = "lm") -> tuple[Family, ModelConfig]:
     """Return the family and the model section that a directory's config.json describes.
 
-    If `head` is "score", the directory must have a classifier with one label, which is a reward model.
+    If `head` is "score", the directory must have a reward model, which is a classifier with one label.
     """
     config_file = directory / "config.json"
     config = read_json(config_file)
@@ -133,7 +134,7 @@ def read_directory(directory: Path, head: str = "lm") -> tuple[Family, ModelConf
 def find_weight_files(directory: Path) -> dict[str, set[str] | None]:
     """Return the weight files of a directory, each with the names of the tensors that the index places in it.
 
-    The value is None for the only file of a directory without an index.
+    In a directory without an index, the value of the only file is None.
     """
     index, single = directory / INDEX, directory / SINGLE
     if index.is_file() and single.is_file():

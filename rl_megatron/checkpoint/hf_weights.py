@@ -123,7 +123,7 @@ def check_tensors(
 
 
 def choose_block_height(columns: Shape, dtype: torch.dtype) -> int:
-    """Return how many rows with these columns are read at a time."""
+    """Return how many rows of the shape `columns` are read at a time."""
     return max(1, BLOCK_BYTES // max(1, math.prod(columns) * dtype.itemsize))
 
 
@@ -204,7 +204,7 @@ class HuggingFaceWeights:
 
     def refuse_other_tokens(self, tokenizer: Tokenizer) -> None:
         """Refuse the model if its own tokenizer is not `tokenizer`, or its embedding lacks a row for a token."""
-        remedy = "serve this model and set url, because a server gets text, or choose one with the policy's tokenizer"
+        remedy = "serve this model and set url, because a server gets text, or choose a model with its tokenizer"
         if self.tokenizer is not None and self.tokenizer.digest != tokenizer.digest:
             raise ConfigError(
                 f"{self.directory} has another tokenizer than the policy, so the same text has other tokens; {remedy}"
@@ -218,8 +218,8 @@ class HuggingFaceWeights:
     def load_into(self, model: ShardedModel) -> None:
         """Fill this rank's part of a model built from `self.model`, under any parallel layout.
 
-        Rows that pad the vocabulary become 0. No softmax includes them. A score head keeps its new weights if the files
-        are those of a language model.
+        Rows that pad the vocabulary become 0. No softmax includes them. A score head keeps its initial weights if the
+        files are those of a language model.
         """
         model.mark_changed()  # before reading, because a read that fails may have changed some weights
         with WeightReader(self.locations) as reader:
@@ -232,7 +232,7 @@ def open_hugging_face(directory: Path, head: Head = "lm") -> HuggingFaceWeights:
     """Check a Hugging Face directory by the headers of its files, and return what is needed to load its weights.
 
     If the model ties its head to its embedding and the files have both, both are read and compared. If `head` is
-    "score", the directory must have a classifier with one label, which is a reward model.
+    "score", the directory must have a reward model, which is a classifier with one label.
     """
     family, model = read_directory(directory, head)
     rows = require_vocab_size(model, directory / "config.json")

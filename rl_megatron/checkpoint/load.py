@@ -31,15 +31,15 @@ from rl_megatron.model.lora.attach import find_dora_adapters
 from rl_megatron.model.lora.originals import keep_originals
 from rl_megatron.model.sharded_model import ShardedModel
 
-_MESSAGE_LENGTH = 600  # characters, because megatron-core's message lists every key of the model
+_MESSAGE_LENGTH = 600  # characters shown of megatron-core's message, which lists every key of the model
 
 
 def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False, verify: bool = True) -> dict[str, Any]:
     """Fill `into` from the checkpoint `path` and return its manifest. Collective.
 
-    A checkpoint of adapters is loaded with its base, and merged into a model without adapters. A model with an adapter
-    can start from a whole model, which becomes its base, or from adapters. A saved adapter is then frozen unless its
-    name is that of the model's adapter.
+    A model without adapters gets a checkpoint's adapters merged into their base. A model with an adapter can start from
+    a whole model, which becomes its base, or from adapters. Saved adapters are then frozen, except one with the name of
+    the model's adapter.
 
     Args:
         path: A complete checkpoint.
@@ -60,8 +60,8 @@ def load_checkpoint(path: Path, into: TrainingState, weights_only: bool = False,
 def start_from_weights(model: ShardedModel, optimizer: MegatronOptimizer | None) -> None:
     """Let training start from a model's present weights.
 
-    The weights are copied to the optimizer's fp32 copies and, for modules that are trained whole, to their originals
-    (`keep_originals`). The norms of the weights' rows become DoRA's magnitudes. Collective.
+    The optimizer's fp32 weights are set to these weights, and so are the frozen originals of modules that are trained
+    whole (`keep_originals`). The norms of the weights' rows become DoRA's magnitudes. Collective.
     """
     keep_originals(model.model_chunks)
     for adapter in find_dora_adapters(model.model_chunks):
@@ -83,7 +83,7 @@ def _load_whole(path: Path, into: TrainingState, weights_only: bool, verify: boo
 def _load_with_adapters(
     path: Path, manifest: dict[str, Any], into: TrainingState, weights_only: bool, verify: bool
 ) -> dict[str, object]:
-    """Fill `into` from a checkpoint that holds an adapter, or fill the frozen weights of a model with adapters."""
+    """Fill `into` from a checkpoint if the checkpoint, the model or both have adapters."""
     model = into.model
     if not holds_adapter(manifest):
         if not weights_only:

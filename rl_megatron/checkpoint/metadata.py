@@ -1,7 +1,7 @@
 """Read a checkpoint's `.metadata`, which torch pickles, without running code that somebody put into it.
 
 torch and megatron-core read the same file with plain pickle. So `check_metadata` is called before every load; it
-refuses a file that names anything but classes with which torch describes tensors.
+refuses a file that names anything except the classes with which torch describes tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TORCH_NAMES = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath"},
 }
-_EMPTY_STATE = "_extra_state"  # old checkpoints have objects whose names end so; they are never read
+_EMPTY_STATE = "_extra_state"  # the end of the names of objects in old checkpoints, which are never read
 
 
 class _Unpickler(pickle.Unpickler):

@@ -1,11 +1,11 @@
-"""The optimizer's part of a checkpoint. It loads under any layout, and into any optimizer and implementation of Adam.
+"""The optimizer's part of a checkpoint. It loads under any layout, and into any implementation of Adam.
 
 It holds the number of steps, and each parameter's fp32 weight and Adam moments in the parameter's own shape.
 megatron-core's distributed optimizer keeps these states flat, in buckets, and split over data-parallel ranks.
 megatron-core can save them independently of the layout, but it stores the buckets without padding and reads them at
-offsets computed with padding. This corrupts every bucket after one whose size is not a multiple of 128 (tied
-embeddings under pipeline parallelism have such a bucket). This module therefore assembles the states parameter by
-parameter. Only one of the data-parallel ranks, the owner of the parameter, holds its whole states, on the host.
+offsets computed with padding. This corrupts every bucket after one whose size is not a multiple of 128 (tied embeddings
+under pipeline parallelism have such a bucket). This module therefore assembles the states parameter by parameter. Only
+one of the data-parallel ranks, the parameter's owner, holds the parameter's whole states, on the host.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
-# The prefixes of the states' keys: this module's and megatron-core's. Old checkpoints of the plain optimizer have the
-# latter, and lack "param" if weights are fp32.
+# The prefixes of the states' keys: this module's and megatron-core's. Old checkpoints of the plain optimizer have
+# megatron-core's, and lack "param" if weights are fp32.
 _PREFIXES = {name: (f"optimizer.{name}.", f"optimizer.state.{name}.") for name in ("exp_avg", "exp_avg_sq")}
 _PREFIXES["param"] = ("optimizer.param.", "optimizer.state.fp32_param.")
 
@@ -48,16 +48,16 @@ class _ParameterState:
 
     @property
     def is_replica(self) -> bool:
-        """Return whether tensor- or pipeline-parallel ranks before this one hold the same parameter."""
+        """Return whether an earlier tensor- or pipeline-parallel rank holds the same parameter."""
         return any(_replica_id(self.entry)[:-1])
 
     def place_state(self, data: Tensor, key: str) -> _Entry:
-        """Return a whole state as an entry `key` with the parameter's place in the unsharded model."""
+        """Return a whole state as an entry with this key and the parameter's place in the unsharded model."""
         changes: dict[str, object] = {"key": key, "data": data}
         if isinstance(self.entry, ShardedTensor):
             changes["dtype"] = data.dtype
         if self.group is not None:
-            changes["replica_id"] = (*_replica_id(self.entry)[:-1], 0)  # only the owner has it, so it is written
+            changes["replica_id"] = (*_replica_id(self.entry)[:-1], 0)  # only the owner has it, so the owner writes it
         return replace(self.entry, **changes)
 
 
@@ -112,8 +112,8 @@ def load_optimizer_state(
 ) -> None:
     """Load moments, fp32 weights and step count into `optimizer`. The model's weights must have been loaded before.
 
-    `loaded` is the filled state of `request_optimizer_state`, with the checkpoint's other values. Learning rate, weight
-    decay and betas stay as the run configured them. Collective over data-parallel ranks.
+    `loaded` is the filled result of `request_optimizer_state`, with the checkpoint's values that are not tensors.
+    Learning rate, weight decay and betas stay as the run configured them. Collective over data-parallel ranks.
     """
     for held in _list_states(optimizer, models):
         whole: dict[str, Tensor] = loaded["tensors"][held.number] if held.is_owner else {}
@@ -151,7 +151,7 @@ def get_step_count(optimizer: MegatronOptimizer) -> int:
 
 
 def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
-    """Set how many steps Adam has taken, in the form in which its implementation counts them."""
+    """Set how many steps Adam has taken, in the form that Adam's implementation needs."""
     for part in list_parts(optimizer):
         for group in part.optimizer.param_groups:
             if not _counts_per_parameter(part):
@@ -164,9 +164,9 @@ def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
 
 
 def _counts_per_parameter(part: MegatronOptimizer) -> bool:
-    """Return whether a part uses torch's Adam, as megatron-core does without Transformer Engine and Apex.
+    """Return whether a part counts steps per parameter, as torch's Adam does.
 
-    torch's AdamW is a subclass of its Adam. The implementations of Transformer Engine and Apex count steps per group.
+    Transformer Engine and Apex count per group. Without both, megatron-core uses torch's Adam or its subclass AdamW.
     """
     return isinstance(part.optimizer, torch.optim.Adam)
 
@@ -205,7 +205,7 @@ def _list_part_states(part: MegatronOptimizer) -> Iterator[tuple[Tensor, dict[st
 
 
 def list_main_parameters(part: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (parameter of the model, what the optimizer updates for it on this rank) for each of a part's parameters.
+    """Yield (parameter, tensor that the optimizer updates for it on this rank) for each of a part's parameters.
 
     The second tensor is the parameter itself, its fp32 copy, or the part of one of these that the distributed optimizer
     assigns to this rank; the tensor's `grad` is the gradient of the step.
@@ -257,14 +257,14 @@ def _broadcast_from_owner(
 
 
 def _replica_id(entry: _Entry) -> tuple[int, ...]:
-    """Return this replica's index among the pipeline-, tensor- and data-parallel ranks that hold the same tensor."""
+    """Return this replica's indices among the pipeline-, tensor- and data-parallel ranks that hold the same tensor."""
     if not isinstance(entry.replica_id, tuple):
-        raise RuntimeError(f"{entry.key} has the replica id {entry.replica_id}, which is not one of three numbers")
+        raise RuntimeError(f"{entry.key} has the replica id {entry.replica_id}; it must be three numbers")
     return entry.replica_id
 
 
 def _find_stored_keys(key: str, stored: Collection[str]) -> dict[str, str]:
-    """Return the checkpoint's keys of the states of the parameter `key`.
+    """Return the checkpoint's key for each state of the parameter `key`.
 
     A checkpoint of the plain optimizer may lack "param". Moments are always requested, so that a checkpoint
     without them is refused.
@@ -278,7 +278,7 @@ def _read_step_count(loaded: dict[str, Any]) -> int:
     """Return a checkpoint's step count.
 
     Older checkpoints have the state dicts of megatron-core's optimizers. Each of these has a "common_step" or a step
-    per group, and neither before the first step.
+    per group, but has neither before the first step.
     """
     if "step" in loaded:
         return loaded["step"]

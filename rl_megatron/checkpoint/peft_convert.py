@@ -1,7 +1,7 @@
 """Conversion of a checkpoint of adapters to a directory that peft loads, and back, bit for bit.
 
-As in peft's own directories, the adapter "default" is in the directory itself, and others are in subdirectories of
-their names.
+As in peft's own directories, the adapter "default" is in the directory itself, and each other adapter is in a
+subdirectory of its name.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _ABSENT: dict[str, tuple] = {
 def export_adapters(
     adapters: Mapping[str, StoredAdapter], checkpoint: Path, partial: Path
 ) -> dict[str, dict[str, object]]:
-    """Write adapters as peft does into the directory `partial`, and return their adapter_config.json by name.
+    """Write adapters into the directory `partial` as peft does, and return each adapter_config.json by adapter name.
 
-    `adapters` has their names in the export as keys; "default" is written into the directory itself. The configurations
-    name the base of `checkpoint`.
+    The keys of `adapters` are the names in the export; "default" is written into the directory itself. The
+    configurations name the base of `checkpoint`.
     """
     configs = {}
     for name, adapter in adapters.items():
@@ -80,9 +80,9 @@ def _find_hugging_face_base(checkpoint: Path) -> str | None:
 
 
 def import_adapters(source: Path, base: Path, partial: Path) -> dict[str, Any]:
-    """Write the checkpoint of a peft directory's adapters into the directory `partial`, and return its manifest.
+    """Write a peft directory's adapters as a checkpoint into the directory `partial`, and return its manifest.
 
-    `base` is the checkpoint of the model that they were trained on.
+    `base` is the checkpoint of the model that the adapters were trained on.
     """
     manifest = read_manifest(base)
     model = read_model_section(base, manifest)

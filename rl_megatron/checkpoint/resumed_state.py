@@ -1,4 +1,4 @@
-"""`ResumedState`: the state of a stage that checkpoints keep besides models, as named parts.
+"""`ResumedState`: the state of a stage, besides its models, that checkpoints store as named parts.
 
 Each part saves itself as plain values, and checks a checkpoint's values before it loads them. An algorithm of your own
 adds a part with `Loop.keep`.
@@ -73,7 +73,7 @@ class MustBe:
     """A part whose values follow from the settings, such as the seed of the next rollout. Loading only checks them."""
 
     def __init__(self, values: State):
-        """Keep `values`, which those of a loaded checkpoint must equal."""
+        """Keep `values`, which a loaded checkpoint must have too."""
         self._values = dict(values)
 
     def state_dict(self) -> State:

@@ -12,7 +12,7 @@ from rl_megatron.config.metrics import is_better
 
 
 def find_best_checkpoint(checkpoints: list[Path], metric: str) -> Path | None:
-    """Return the newest checkpoint whose own step has the best `metric`, or None if no checkpoint's step has it."""
+    """Return the newest of the checkpoints with the best `metric` of their own step, or None if none has it."""
     best, best_value = None, None
     for path in checkpoints:
         try:
@@ -38,8 +38,8 @@ def delete_older(directory: Path, keep: int, companions: Path | None = None, kee
     Args:
         directory: The stage's checkpoints.
         keep: How many of the newest checkpoints are kept.
-        companions: A second directory of checkpoints, such as the critic's. A checkpoint here is deleted if the one of
-            the same name in `directory` is.
+        companions: A second directory of checkpoints, such as the critic's. It keeps only checkpoints with the names of
+            those that are kept in `directory`.
         keep_best: The eval metric whose best checkpoint is kept as well.
     """
     complete = find_checkpoints(directory)

@@ -72,8 +72,8 @@ class _Part:
         for name, content in self.files.items():
             (self.directory / name).write_bytes(content)
         if self.bucket is not None:
-            # megatron-core uses queues between processes. Within one process, `queue.Queue` is enough.
-            # It also turns the garbage collector off while it writes, which is harmless here.
+            # megatron-core uses queues between processes. Within one process, `queue.Queue` is enough. megatron-core
+            # also turns the garbage collector off while it writes, which is harmless here.
             done, working = queue.Queue(), queue.Queue()
             working.put(0)
             FileSystemWriterAsync.write_preloaded_data(
@@ -92,7 +92,7 @@ class Save:
     def __init__(self, final: Path, part: _Part, complete: Callable[[list, dict[str, Any]], None], ranks: Ranks):
         """Start to write this rank's part.
 
-        Rank 0 then calls `complete` with all ranks' results and manifest entries.
+        `finish` then calls `complete` on rank 0, with all ranks' results and manifest entries.
         """
         self.path, self._ranks = final, ranks
         self._part: _Part | None = part
@@ -142,7 +142,7 @@ class Save:
         self._ranks.try_on_rank0(lambda: shutil.rmtree(_name_partial(self.path), ignore_errors=True))
 
     def _wait(self) -> None:
-        while not self.is_written():  # a collective that lasts as long as the writing could exceed its timeout
+        while not self.is_written():  # waiting for the writers in one collective could time out
             time.sleep(_PAUSE_SECONDS)
 
     def _publish(self, gathered: list) -> None:
@@ -230,7 +230,7 @@ def _make_empty(partial: Path) -> None:
 
 
 def _plan(tensors: dict | list, partial: Path) -> tuple[FileSystemWriterAsync, Any]:
-    """Return megatron-core's writer, in which this rank's part is planned, and on rank 0 all metadata. Collective."""
+    """Return megatron-core's writer with this rank's plan, and on rank 0 the metadata of all ranks. Collective."""
     # megatron-core would start a server process per rank to collect results. `Save.finish` gathers them instead.
     filesystem_async._results_queue = queue.SimpleQueue()
     shards: dict[str, list[ShardedBase]] = {}

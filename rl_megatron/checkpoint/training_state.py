@@ -25,8 +25,8 @@ from rl_megatron.model.shards import SHARDING_METADATA
 
 HEAD_PREFIX = "output_layer."  # the prefix of the head's names in a model's state
 Selection = Literal["all", "base", "adapters", "frozen adapters"]
-"""The weights that a checkpoint holds: all; the base's; adapters and other trained weights; or those without the
-trained adapter."""
+"""The weights that a checkpoint holds: all; the base's; adapters and other trained weights; or the same
+without the trained adapter."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class TrainingState:
         models = [collect_model_state(model_chunk) for model_chunk in self.model_chunks]
         if self.selection == "all":
             return models
-        if self.selection == "base":  # with the score head: it is trained, but starts from the base's
+        if self.selection == "base":  # includes the score head, which is trained, but starts from the base's
             return [{key: entry for key, entry in model.items() if parse_adapter(key) is None} for model in models]
         beside = [{key: entry for key, entry in model.items() if _is_beside_base(key, entry)} for model in models]
         if self.selection == "adapters" or self.model.lora is None:

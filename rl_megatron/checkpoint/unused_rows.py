@@ -28,13 +28,13 @@ _MOST_TOKENS = 64  # how many tokens of the text the model reads
 MOST_PARAMETERS = 2_000_000_000  # a larger model is not measured
 _SHARE_OF_MEMORY = 0.8  # the share of available memory that the weights may use
 _BYTES = torch.float32.itemsize
-# The limit of a container's memory, in the second and the first version of control groups.
+# The files that hold the memory limit of a container, in versions 2 and 1 of control groups.
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
 class UnusedRows:
-    """The rows of a model's embedding that no token has.
+    """The rows of a model's embedding that belong to no token.
 
     Attributes:
         count: Their number. It is at least 1.
@@ -115,7 +115,7 @@ def _find_obstacle(weights: HuggingFaceWeights) -> str | None:
 
 
 def _available_memory() -> int:
-    """Return the bytes that this process may still use: those of the machine, or of a container with a limit."""
+    """Return the bytes of memory that this process may still use on the machine, and within its container's limit."""
     available = psutil.virtual_memory().available
     for file in _LIMITS:
         limit = file.read_text().strip() if file.is_file() else "max"

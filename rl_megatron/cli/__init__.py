@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     log.setup()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with(os.getppid())  # ranks of a killed launcher would continue to write to the run's directory
+        die_with(os.getppid())  # otherwise, ranks of a killed launcher would continue to write to the run's directory
     if parsed.command in (*WITHOUT_CONFIGURATION, "plan", "show-batch") and not log.is_main_rank():
         return 0  # rank 0 alone does the work
     try:
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _show_composition(parsed)
         if getattr(parsed, "multirun", False):
             if parsed.server_nodes is not None:
-                parser.error("--server-nodes: the jobs of a sweep start their servers themselves; leave it out")
+                parser.error("--server-nodes: the jobs of a sweep start their servers themselves; omit this option")
             return _run_sweep(parsed)
         if parsed.command == "doctor":
             return _run_doctor(parsed)
@@ -150,7 +150,7 @@ def _run_with_configuration(parsed: argparse.Namespace) -> int:
 
 
 def _run_doctor(parsed: argparse.Namespace) -> int:
-    """Check this machine and, if any override chooses one, an experiment."""
+    """Check this machine and, if options or overrides choose a configuration, that configuration."""
     from rl_megatron.doctor.command import doctor
 
     config = None
@@ -171,7 +171,7 @@ def _run_doctor(parsed: argparse.Namespace) -> int:
 
 
 def _check_early(config: RunConfig, command: str) -> None:
-    """Run the checks that need no torch. Only `train` writes to the output directory, which may hold a run already."""
+    """Run the checks that need no torch. For `train`, also refuse changed settings of a run that it would continue."""
     from rl_megatron.cli.early_checks import check_data, check_early, check_losses
     from rl_megatron.runs.rerun import refuse_changes
 

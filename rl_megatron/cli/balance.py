@@ -24,7 +24,8 @@ def balance(config: RunConfig, options: argparse.Namespace) -> int:
 def choose_engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, first: int | None) -> int:
     """Return how many of `nodes` nodes should run the servers of the rollout engine.
 
-    Until a step was measured, the number is as near as possible to `first`, or to half of `nodes`.
+    Until a step has been measured, the number is as near as possible to `first` or, if that is None, to half of
+    `nodes`.
     """
     for option, value, least in (("nodes", nodes, 2), ("ranks-per-node", ranks_per_node, 1)):
         if value < least:
@@ -37,7 +38,7 @@ def choose_engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, firs
     )
     if name is None or stage is None:
         raise ConfigError(
-            "balance: no stage trains while servers generate, so that nodes cannot be divided by how busy they are; "
+            "balance: no stage trains while servers generate, so nodes cannot be divided by how busy they are; "
             "set rollout.async_enabled=true, or choose a number of nodes yourself (ENGINE_NODES=1)"
         )
     possible = _list_possible(config, nodes, ranks_per_node)
@@ -59,7 +60,7 @@ def choose_engine_nodes(config: RunConfig, nodes: int, ranks_per_node: int, firs
 
 
 def _list_possible(config: RunConfig, nodes: int, ranks_per_node: int) -> list[int]:
-    """Return the numbers of nodes for servers with which the remaining nodes fit the layout of every stage."""
+    """Return every possible number of server nodes: the remaining nodes must fit the layout of every stage."""
     possible, refusal = [], None
     for engine in range(1, nodes):
         try:

@@ -335,5 +335,5 @@ def test_adapters_that_do_not_go_together_are_refused(ranks, first, tmp_path):
     assert "holds no adapter peft.adapter_name=defualt; did you mean 'default'?" in said["resumed"]
     assert "another adapter named default (peft.r: checkpoint 3, run 2)" in said["another"]
     assert "the model has the adapters style, default, but an engine supports only one; set " in said["sent"]
-    assert "holds other frozen adapters than the policy has from an earlier one: default and none" in said["base"]
+    assert "other frozen adapters than the policy has from an earlier one: default (policy) and none" in said["base"]
     assert "an adapter fits only the base that it was trained on" in said["other base"]
