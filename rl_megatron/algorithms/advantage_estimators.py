@@ -1,7 +1,8 @@
 """The registry of advantage estimators; `algorithm.advantage_estimator` selects one.
 
 An estimator is a function of `AdvantageInputs` that returns the advantages of the sampled tokens, [B, S], or of the
-samples, [B]. Every data-parallel rank calls it with the samples that it owns: all those of a prompt, or none.
+samples, [B]. Every data-parallel rank calls it with that rank's samples. A user's estimator gets all samples of a
+prompt, or none.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from rl_megatron.topology.reductions import ALONE, RankReduction
 class AdvantageInputs:
     """The inputs of an advantage estimator: samples, grouped by prompt, and their tokens.
 
-    B is the number of samples, which may be 0, S their padded length, and entry t of a sequence corresponds to token t.
+    B is the number of samples (it may be 0), and S their padded length. Entry t of a sequence corresponds to token t.
 
     Attributes:
         group_size: The number of samples per prompt.
-        ranks: The data-parallel ranks that share the step's samples. Its methods return sums, extremes and moments over
-            the whole batch; every rank must call them equally often.
+        ranks: A reduction over the data-parallel ranks that share the step's samples. Its methods return sums, extremes
+            and moments over the whole batch; every rank must call them equally often.
         leave_one_out: The value of algorithm.leave_one_out.
         normalize_std: The value of algorithm.normalize_std.
     """
@@ -54,11 +55,11 @@ class AdvantageInputs:
         leave_one_out: bool = False,
         normalize_std: bool = True,
     ):
-        """Make the inputs from a batch; each property reads its keys of the batch.
+        """Make the inputs from a batch, whose keys the properties read.
 
-        `loss_fn` is the policy's loss, whose settings may add a KL penalty to rewards; without it, there is no penalty.
-        `reward` has the weights of the reward functions; without it, all weights are 1. For the other arguments, see
-        the class.
+        `loss_fn` is the policy's loss, whose settings may subtract a KL penalty from rewards; if it is None, there is
+        no penalty. `reward` has the weights of the reward functions; if it is None, all weights are 1. For the other
+        arguments, see the class.
         """
         self.group_size, self.ranks = group_size, ranks
         self.leave_one_out, self.normalize_std = leave_one_out, normalize_std
@@ -81,21 +82,21 @@ class AdvantageInputs:
 
     @property
     def token_mask(self) -> Shaped[Tensor, "batch sequence"]:
-        """Return 1 at sampled tokens, and 0 at the prompt and at padding."""
+        """Return 1 at sampled tokens, and 0 elsewhere: at the prompt, tool outputs and padding."""
         return self.index.join(self._rollouts["token_mask"])
 
     @property
     def token_rewards(self) -> Float[Tensor, "batch sequence"]:
-        """Return the reward of each sample at its last sampled token.
+        """Return token rewards: a sample's reward is at its last sampled token, and other tokens have 0.
 
         With loss.use_kl_in_reward, the KL penalty is subtracted at every sampled token. Rewards that an environment
-        gave for turns are at the last tokens of these turns.
+        gave for turns are at the last tokens of these turns instead.
         """
         return self.index.join(rewards_per_token(self._rollouts, self.index, self._loss_fn))
 
     @property
     def turns(self) -> Int[Tensor, "batch sequence"]:
-        """Return the number of the turn at sampled tokens, from 0, and -1 elsewhere. A completion is one turn."""
+        """Return for each sampled token the number of its turn, from 0, and -1 elsewhere. A completion is one turn."""
         mask = self.token_mask
         turns = self.index.join(self._rollouts[TURN]) if TURN in self._rollouts else torch.zeros_like(mask).long()
         return torch.where(mask != 0, turns, -1)
@@ -104,7 +105,7 @@ class AdvantageInputs:
     def component_rewards(self) -> dict[str, Float[Tensor, " batch"]]:
         """Return the unweighted scores of each reward function, one per sample; NaN if the function gave none.
 
-        The rewards of an environment have the name "environment".
+        The rewards of an environment are under the name "environment".
         """
         keys = [key for key in self._rollouts if key.startswith(COMPONENT)]
         return {key.removeprefix(COMPONENT): self.index.take_first(self._rollouts[key]) for key in keys}
@@ -211,11 +212,10 @@ class AdvantagesFailed(RunFailed):
 def estimate_advantages(
     rollouts: Batch, algorithm: GRPOConfig, loss_fn: LossFunction, reward: RewardConfig | None = None
 ) -> Float[Tensor, "batch sequence"]:
-    """Return the advantages [B, S] that the configured estimator gives the rollouts, 0 at tokens that do not count.
+    """Return the configured estimator's advantages [B, S] of this rank's sequences; they are 0 where token_mask is 0.
 
-    They cover this rank's sequences. Collective, because a user's function may fail on some ranks only. Raises
-    AdvantagesFailed on every rank if it does, or if its result has another shape or is not finite. `reward` has the
-    weights of the reward functions; without it, all are 1.
+    Collective. Raises AdvantagesFailed on every rank if the estimator fails on any rank, or returns a wrong shape or
+    values that are not finite. `reward` has the weights of the reward functions; if it is None, all are 1.
     """
     try:
         return rollouts.all_ranks.all_or_none(lambda: _estimate(rollouts, algorithm, loss_fn, reward))
@@ -224,7 +224,7 @@ def estimate_advantages(
 
 
 def group_for_owners(rollouts: Batch, algorithm: GRPOConfig) -> Tensor | None:
-    """Return a number per sequence, equal for those that one rank must own, or None if ranks may own any sequence."""
+    """Return a group number per sequence (one rank must own a whole group), or None if ranks may own any sequence."""
     together = get_estimator(algorithm.advantage_estimator).together
     if together == "group":
         return rollouts.trajectories.owner // algorithm.samples_per_prompt

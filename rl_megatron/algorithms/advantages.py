@@ -4,7 +4,7 @@ Tensors of token advantages are [B, S], and entry t corresponds to token t. Only
 entries (a prompt, a tool's output, padding) are not read and may be NaN; their results are 0.
 
 `turns` [B, S] is the turn's number at each sampled token, and -1 at all other tokens. The reward of a turn is the sum
-over its tokens. If every sample has one turn, advantages of turns equal those of `group_relative`.
+of its tokens' rewards. If every sample has one turn, advantages of turns equal those of `group_relative`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def group_relative(
 
     A sample whose `sample_mask` is 0 is not part of its group: it gets 0, and its reward is not read.
 
-    Shapes: rewards is [num_groups · group_size], with groups contiguous; sample_mask and the result are the same.
+    Shapes: rewards, sample_mask and the result are [num_groups · group_size], with groups contiguous.
     Source: GRPO, arXiv:2402.03300 §4.1.2; RLOO, arXiv:2402.14740; Dr. GRPO, arXiv:2503.20783.
 
     Args:
@@ -73,8 +73,8 @@ def _compare_groups(
 ) -> Float[Tensor, " samples"]:
     """Return the result of `compare` for each sample, and 0 for samples that are left out or alone in their group.
 
-    `compare` is called for groups of one size at a time, without the left-out samples. Its results are therefore
-    bitwise the same as if these samples had never been in the batch.
+    Without the left-out samples, groups may differ in size; `compare` gets all groups of one size in one call. So its
+    results are bitwise the same as if the left-out samples had never been in the batch.
 
     Args:
         compare: A function of values, [groups, size] each, that returns one value for each sample.
@@ -145,11 +145,11 @@ def whiten(
     mask: Shaped[Tensor, "batch sequence"],
     ranks: RankReduction = ALONE,
 ) -> Float[Tensor, "batch sequence"]:
-    """Return (A − mean) / (std + ε) over all tokens of all ranks with mask ≠ 0, and exactly 0 if they are all equal.
+    """Return (A − mean) / (std + ε) over all tokens of all ranks with mask ≠ 0, and exactly 0 if these A are equal.
 
     std is the sample standard deviation, as in `group_relative`. Collective over the ranks that share the batch.
 
-    Shapes: advantages and mask are [B, S]; the result is [B, S] fp32. It is NaN if an advantage that counts is NaN.
+    Shapes: advantages and mask are [B, S]; the result is [B, S] fp32. It is NaN if any A with mask ≠ 0 is.
     Source: Andrychowicz et al. 2021, "What matters for on-policy deep actor-critic methods?" (arXiv:2006.05990),
     advantage normalization.
 
@@ -250,8 +250,8 @@ def group_decoupled(
     """Return whiten(Σ_k w_k·(r_ik − mean_k) / (σ_k + ε)), with each function's mean and std in the group.
 
     A function's influence thus depends on its weight, not on the scale of its scores. NaN scores are left out, and a
-    sample without scores gets 0. If the scores of each function are equal in a group, its samples have 0 before the
-    whitening, which is over the samples of the whole batch. Collective over the ranks that share the batch.
+    sample without scores gets 0. In a group where each function gives equal scores, all samples have 0 before the
+    whitening. The whitening is over the samples of the whole batch. Collective over the ranks that share the batch.
 
     Shapes: scores is [num_groups · group_size, K], with groups contiguous; weights is [K]; the result is [B] fp32.
     Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization" (arXiv:2601.05242).
@@ -259,7 +259,7 @@ def group_decoupled(
     check_groups(group_size, scores=scores)
     if weights.shape != scores.shape[1:] or not len(weights):
         raise ValueError(
-            f"weights {tuple(weights.shape)} must be one for each function of scores {tuple(scores.shape)}, "
+            f"weights {tuple(weights.shape)} must be [K], one for each function of scores {tuple(scores.shape)}, "
             "[B, K] with K ≥ 1"
         )
     groups = scores.view(-1, group_size, scores.shape[1])
@@ -281,7 +281,7 @@ def optimal_baseline(
     mask: Shaped[Tensor, "samples sequence"],
     sample_mask: Shaped[Tensor, " samples"] | None = None,
 ) -> Float[Tensor, " samples"]:
-    """Return A_i = r_i − Σ_j l_j·r_j / Σ_j l_j over groups of samples of one prompt, with l the number of tokens.
+    """Return A_i = r_i − Σ_j l_j·r_j / Σ_j l_j in groups of samples of one prompt; l_j is sample j's number of tokens.
 
     This baseline has the least variance if a sample's squared gradient is proportional to its length. A group of equal
     rewards gets exactly 0, and so does one without tokens. Samples whose `sample_mask` is 0 are left out of their
@@ -384,7 +384,9 @@ def _sum_turns(
     """Return the reward of each turn, and whether the turn exists."""
     check_groups(group_size, token_rewards=token_rewards, turns=turns)
     if token_rewards.shape != turns.shape:
-        raise ValueError(f"token_rewards {tuple(token_rewards.shape)} and turns {tuple(turns.shape)} must be [B, S]")
+        raise ValueError(
+            f"token_rewards {tuple(token_rewards.shape)} and turns {tuple(turns.shape)} must have one shape [B, S]"
+        )
     most = max(int(turns.max()) + 1, 1) if turns.numel() else 1
     sampled = turns >= 0
     index = turns.clamp(min=0)

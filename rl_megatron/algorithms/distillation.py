@@ -35,7 +35,7 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...
 def distillation(
     loop: Loop, policy: MegatronPolicy, data: DataLoader[BatchedDataDict], algorithm: DistillationConfig
 ) -> None:
-    """Train the policy, the student, to predict as its teachers do."""
+    """Train the policy, which is the student, to match its teachers' next-token distributions."""
     loss_fn = configured_loss(loop.config.loss)
     teachers = Teachers.load(loop, policy, algorithm.teachers, algorithm.top_k)
     whole = teachers.find_whole_teacher(loss_fn)

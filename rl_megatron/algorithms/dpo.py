@@ -1,4 +1,4 @@
-"""DPO and its relatives: raise the likelihood of chosen answers over rejected answers.
+"""DPO and its relatives: raise the likelihood of chosen answers relative to that of rejected answers.
 
 A reference policy is kept only if the loss needs it; SimPO, for example, does not.
 
@@ -26,7 +26,7 @@ from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:
-    """Check the pairs, and that a reference is precomputed only for a loss that reads it."""
+    """Check the pairs, and refuse to precompute a reference that the loss does not read."""
     algorithm: DPOConfig = stage.algorithm  # pyright: ignore[reportAssignmentType] registered only for this class
     if algorithm.precompute_reference and not uses_reference(stage):
         raise ConfigError(

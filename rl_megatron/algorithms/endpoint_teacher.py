@@ -1,4 +1,4 @@
-"""`EndpointTeacher`: a teacher on a server, such as vLLM, that returns the top-k logprobs of a prompt's tokens."""
+"""`EndpointTeacher`: a teacher on a server, such as vLLM, that returns the top-k logprobs at each token of a prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TeacherFailed(RunFailed):
 
 
 class EndpointTeacher:
-    """A frozen model at an endpoint. It owns the connections, which only rank 0 opens.
+    """A frozen model at an endpoint, and the connections to it, which only rank 0 opens.
 
     `topk_logits` and `logprobs` are collective. Their results are at temperature 1; the loss applies its temperature.
     """
@@ -39,7 +39,7 @@ class EndpointTeacher:
         """Store the settings; nothing is sent."""
         assert config.url is not None
         self._config, self._ranks, self._url = config, ranks, config.url.rstrip("/")
-        self._runner = asyncio.Runner()  # one event loop for all calls, because connections belong to their loop
+        self._runner = asyncio.Runner()  # one event loop for all calls, because a connection works in one loop only
         self._completions = self._endpoint(f"{self._url}/completions")
 
     def _endpoint(self, address: str) -> Endpoint:
@@ -55,7 +55,7 @@ class EndpointTeacher:
     def check(self, tokenizer: Tokenizer, top_k: int, longest: int) -> None:
         """Check that the endpoint has the student's tokenizer, reads sequences of `longest` tokens, and gives logprobs.
 
-        `top_k` logprobs of each token are needed.
+        It must give `top_k` logprobs at each token.
         """
         try:
             with asyncio.Runner() as runner:
@@ -103,7 +103,7 @@ class EndpointTeacher:
         return _pad(self._ask_all(batch, 1, read_own), batch)
 
     def _ask_all(self, batch: Batch, k: int, make: Callable[[Sequence[Entry], Sequence[int]], _T]) -> list[_T]:
-        """Return `make(logprobs, ids)` of each sequence of all ranks.
+        """Return `make(logprobs, ids)` for each sequence of all ranks.
 
         Raises TeacherFailed on every rank if the endpoint does not answer.
         """

@@ -103,11 +103,11 @@ def kto(loop: Loop, policy: MegatronPolicy, data: DataLoader[BatchedDataDict], a
 def add_reference_point(
     answers: BatchedDataDict, policy: PolicyInterface, pad_id: int, max_length: int, ranks: Ranks
 ) -> BatchedDataDict:
-    """Add the reference's logprobs, z₀ and the number of desirable answers to a global batch. Collective.
+    """Add the reference's logprobs, z₀ (see `estimate_reference_point`) and the number of desirable answers.
 
-    `reference_policy_logprobs` [B, S] are aligned with the tokens. `reference_point` [B] is z₀, and `num_desirable` [B]
-    the number of desirable answers; both are the same number for every sequence. Every rank passes the whole batch, and
-    the policy must have a reference. Sequences are padded with `pad_id` and have at most `max_length` tokens.
+    Collective. `reference_policy_logprobs` [B, S] are aligned with the tokens. `reference_point` [B] repeats z₀, and
+    `num_desirable` [B] the number of desirable answers, for every sequence. Every rank passes the whole global batch,
+    and the policy must have a reference. Sequences are padded with `pad_id` and have at most `max_length` tokens.
     """
     answers["reference_policy_logprobs"] = policy.get_reference_policy_logprobs(answers)["reference_logprobs"]
     ones = torch.ones_like(answers["sample_mask"])
@@ -176,8 +176,8 @@ class HeldoutLabelled(Evaluation):
         """Return how likely desirable answers are, and how often the policy agrees with the labels.
 
         `nll_per_token` is −log π per token of the desirable answers. With a reference policy, `label_accuracy` is the
-        share of answers whose log π − log π_ref is above the reference point if they are desirable, and below it if
-        they are not; a tie counts half.
+        share of answers with log π − log π_ref on the right side of the reference point: above it if desirable,
+        otherwise below it. A tie counts half.
         """
         desirable = BatchedDataDict(self.batch)
         desirable["sample_mask"] = self.batch["sample_mask"] * self.batch[_LABEL]

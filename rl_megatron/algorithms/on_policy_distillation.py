@@ -67,10 +67,10 @@ def _check_data(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...
 def on_policy_distillation(
     loop: Loop, policy: MegatronPolicy, sampler: Sampler, algorithm: OnPolicyDistillationConfig
 ) -> None:
-    """Train the policy, the student, on its own samples to predict as its teachers do.
+    """Train the policy, which is the student, to match its teachers' next-token distributions on its own samples.
 
-    With a loss over a teacher's logits, this is the loss of `distillation` on the student's samples. With a loss over
-    advantages, the advantage of a token is log p(y) − log q(y), whose mean is minus the reverse KL.
+    If the loss reads a teacher's logits, this is `distillation` on the student's samples. If it reads advantages, that
+    of a token y is log p(y) − log q(y) (p: teacher, q: student), and their mean estimates minus the reverse KL.
     """
     loss_fn = rollout_loss(loop.config)
     by_advantage = _uses_advantages(loss_fn)

@@ -1,4 +1,4 @@
-"""Online DPO: sample answers for each prompt, and learn to prefer the one with the highest reward over the lowest.
+"""Online DPO: sample answers for each prompt, and learn to prefer the highest-reward one over the lowest-reward one.
 
 Source: Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback" (arXiv:2402.04792).
 """

@@ -1,4 +1,4 @@
-"""The common parts of algorithms that learn from preference pairs: requirements on their loss, and the reference."""
+"""The common parts of algorithms that learn from preference pairs: loss requirements, and the reference's logprobs."""
 
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ class LossNeeds:
     """The requirements of an algorithm on the loss that the loss section selects.
 
     Attributes:
-        uses: What the loss must use, in words for messages: "advantages".
+        uses: What the loss must use, as messages name it, such as "advantages".
         suits: Returns whether a loss uses what `uses` names.
         batch_keys: The keys of the algorithm's batches.
-        choices: The losses that suit, for messages: "dpo or ipo".
+        choices: The losses that suit, as messages name them, such as "dpo or ipo".
     """
 
     uses: str
@@ -63,9 +63,9 @@ class Algorithm(Generic[ConfigT]):
 
     Attributes:
         config: The class of its settings.
-        run: Its training loop, called with the stage (a `Loop`), its policy, the source of batches, the settings and,
-            if one is declared, the critic. The source is a `Sampler` for a `RolloutConfig`, and otherwise a
-            `DataLoader` of the stage's training data.
+        run: Its training loop, called with the stage (a `Loop`), the policy, the source of batches, the settings and
+            any critic. The source is a `Sampler` if `config` is a `RolloutConfig`, and otherwise a `DataLoader` of the
+            stage's training data.
         loss: Its requirements on the configured loss, or None if it always uses `fixed_loss`.
         fixed_loss: The registered loss of an algorithm whose loss cannot be chosen.
         head: The head of the policy: "lm", or "score" for a reward model.

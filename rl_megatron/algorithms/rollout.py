@@ -51,7 +51,7 @@ def rollout_loss(stage: StageConfig) -> LossFunction:
 
 
 def check_problems(stage: StageConfig, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Check that a step has enough different problems; return the largest length of a prompt and its completion.
+    """Check that there are enough different problems for a step; return the largest length of prompt plus completion.
 
     Raises:
         ConfigError: There are too few problems, or a completion may not fit after a prompt.
@@ -98,9 +98,9 @@ def whole_trajectories(rollouts: Batch) -> Tensor | None:
 def add_logprobs(
     rollouts: Batch, policy: PolicyInterface, *, recompute: bool, reference: bool, from_engine: bool = False
 ) -> Batch:
-    """Add `prev_logprobs` (`recompute`) and `reference_policy_logprobs` (`reference`), and return the rollouts.
+    """Add `prev_logprobs` and, if `reference`, `reference_policy_logprobs`, and return the rollouts.
 
-    `prev_logprobs` are those of the current policy, or with `from_engine` those that the engine reported.
+    `prev_logprobs` are those of the current policy if `recompute`, or those that the engine reported if `from_engine`.
     """
     if from_engine:
         rollouts["prev_logprobs"] = rollouts["generation_logprobs"].clone()
@@ -122,7 +122,7 @@ def kl_in_reward(loss_fn: LossFunction) -> float:
 
 
 def _kl_settings(loss_fn: LossFunction) -> ClippedPGLossConfig | None:
-    """Return the settings of a loss whose KL penalty is part of the reward, or None if the penalty is not."""
+    """Return the settings of a loss whose KL penalty is part of the reward, or None for any other loss."""
     cfg = getattr(loss_fn, "cfg", None)
     return cfg if getattr(cfg, "use_kl_in_reward", False) else None
 
@@ -132,7 +132,7 @@ def needs_reference(loss_fn: LossFunction) -> bool:
 
 
 def rewards_per_token(rollouts: BatchedDataDict, index: TrajectoryIndex, loss_fn: LossFunction) -> Tensor:
-    """Return token rewards [B, S]: the reward of each trajectory at its last sampled token, and the KL penalty.
+    """Return token rewards [B, S]: the reward of each trajectory at its last sampled token, minus any KL penalty.
 
     Rewards that an environment gave for turns are at the last tokens of these turns instead. If the KL penalty is part
     of the reward, β·KL(π_prev‖π_ref) is subtracted at every sampled token.

@@ -25,7 +25,7 @@ from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.runner import FusedHead
 from rl_megatron.training.teacher import Teacher, check_vocabulary, load_teacher, open_teacher
 
-# The keys that teachers add to a batch, for a loss over their top-k and for one over all logits.
+# The keys that teachers add to a batch, for a loss over their top-k logits and for one over all logits.
 TOPK_KEYS = frozenset({"teacher_topk_logits", "teacher_topk_indices"})
 WHOLE_KEYS = frozenset({"teacher_logits"})
 
@@ -44,7 +44,7 @@ def check_each_teacher(
 ) -> None:
     """Check that every teacher can be read, has the student's vocabulary, and fits the layout and the data.
 
-    `lengths` has the lengths of the sequences of each item of the data. `top_k` logits of each token are read.
+    `lengths` has, for each item of the data, the lengths of its sequences. `top_k` logits of each token are read.
     """
     longest = max((length for item in lengths for length in item), default=0)
     for teacher in teachers:
@@ -74,12 +74,12 @@ def check_each_teacher(
 
 @dataclass(frozen=True)
 class Teachers:
-    """The teachers of a stage with the shares of their weights, which sum to 1.
+    """The teachers of a stage, and their shares of the sum of all weights.
 
     Attributes:
         batching: How their batches are cut into microbatches.
         top_k: How many logits of each token are read.
-        data_sets: The indices in `data.mix` of the data sets that each teacher teaches; an empty tuple: all.
+        data_sets: The indices in `data.mix` of the data sets that each teacher teaches; an empty tuple means all.
     """
 
     models: list[Teacher | EndpointTeacher]
@@ -111,7 +111,7 @@ class Teachers:
         return cls(models, shares, batching, k, data_sets)
 
     def find_whole_teacher(self, loss_fn: LossFunction) -> Teacher | None:
-        """Return the teacher whose logits of all ids the loss reads, or None if the loss does not read such logits."""
+        """Return the teacher if the loss reads its logits of the whole vocabulary, otherwise None."""
         if not WHOLE_KEYS & set(getattr(loss_fn, "required_keys", ())):
             return None
         first = self.models[0]

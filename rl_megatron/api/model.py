@@ -26,7 +26,7 @@ class StartingModel:
 
     Attributes:
         checkpoint: The checkpoint with these weights; None if a Hugging Face directory has not been imported yet.
-        settings: Sections of the configuration, `model` and `tokenizer`, to use until the checkpoint exists.
+        settings: The configuration sections `model` and `tokenizer` to use until the checkpoint exists.
     """
 
     source: Path
@@ -37,7 +37,7 @@ class StartingModel:
     def find(cls, model: str | os.PathLike[str], output_dir: Path) -> Self:
         """Return the checkpoint or the Hugging Face directory at `model`.
 
-        Raise ConfigError if the architecture of a directory is unknown, or its files changed since it was imported.
+        Raises ConfigError if neither is there, the architecture is unknown, or files changed since the import.
         """
         source = Path(model)
         if (source / MANIFEST).is_file():
@@ -104,7 +104,7 @@ def _refuse_another(source: Path, imported: Path) -> None:
 
 
 def _list_files(source: Path) -> dict[str, object]:
-    """Return the sizes and modification times of a directory's files, which show changes without reading weights."""
+    """Return the sizes and modification times of a directory's files, to detect changes without reading weights."""
     files = sorted(path for path in source.iterdir() if path.is_file())
     return {
         "directory": str(source.resolve()),

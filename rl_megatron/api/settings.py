@@ -34,7 +34,7 @@ def run_config(
     """Return the configuration of a run with one stage.
 
     The run starts from the weights `begin`, or from new weights if it is None. `data` is `data.path` or the section
-    `data`; None: the settings contain it. For the other arguments, see `train`.
+    `data`; if it is None, the settings contain this section. For the other arguments, see `train`.
     """
     tree = _nest(settings)
     for name in _OF_SEVERAL_STAGES:
@@ -112,7 +112,7 @@ def _nest(settings: Mapping[str, object]) -> dict[str, Any]:
         for section in sections:
             node = node.setdefault(section, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"{key}={value!r}: {section} is given as the name of a preset too; write one of them")
+                raise ConfigError(f"{key}={value!r}: {section} is given as the name of a preset too; give only one")
         if isinstance(value, Mapping) and isinstance(node.get(name), dict):
             node, value = node[name], _plain(value)
         else:
@@ -125,7 +125,7 @@ def _nest(settings: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _plain(value: object) -> Any:
-    """Return a value as it is in a YAML file: with lists for tuples, and text for paths."""
+    """Return a value as YAML represents it: tuples become lists, and paths become text."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -50,15 +50,15 @@ def train(
     A run in the same `output_dir` continues from its newest checkpoint.
 
     Args:
-        algorithm: The name of a registered algorithm: pretrain, sft, reward_model, dpo, grpo, ppo or a plugin's.
+        algorithm: The name of a registered algorithm, such as "sft", "grpo" or a plugin's.
         output_dir: The directory of metrics, checkpoints and the effective configuration.
-        model: A Hugging Face directory, which is imported into `OUTPUT_DIR.imported` once, or a checkpoint. None: new
+        model: A checkpoint, or a Hugging Face directory, which is imported once into `OUTPUT_DIR.imported`. None: new
             weights for the model that the section `model` describes.
-        data: The data: a file, a directory, a pattern, or a list of them (`data.path`), or the keys of the section
+        data: A file, a directory, a pattern or a list of these (`data.path`), or a mapping with keys of the section
             `data`, as in `{"dataset_name": "my/data", "split": "train"}`.
-        rewards: A reward function, or a list of them, whose sum is the reward: Python functions, names of registered
-            ones such as "math_verify", import strings as in "my_rewards.py:length", or mappings with the keys of an
-            entry of `reward.functions`, as in `{"name": my_function, "weight": 0.1}`.
+        rewards: A reward function, or a list of them, whose weighted sum is the reward. Each is a Python function, the
+            name of a registered one such as "math_verify", an import string such as "my_rewards.py:length", or a
+            mapping with the keys of an entry of `reward.functions`, as in `{"name": my_function, "weight": 0.1}`.
         **settings: Any keys of the configuration, as sections (`train={"steps": 50}`) or as paths
             (`**{"train.steps": 50}`). The name of a preset chooses one: `loss="clipped_pg"`.
 
@@ -125,7 +125,7 @@ def _run(config: RunConfig) -> TrainingResult:
         leave_together()
         raise
     finally:
-        # With several ranks the group stays: a second group would find the addresses of the first in torchrun's store.
+        # With several ranks the process group stays: a second would find the first's addresses in torchrun's store.
         if not was_initialized and dist.is_initialized() and dist.get_world_size() == 1:
             leave()
     output_dir = Path(config.output_dir)

@@ -1,8 +1,8 @@
 """Balance costs: assign groups to packs, and packs to shards.
 
-A group is one sequence, or several that stay together. A pack is a microbatch with a limit on its tokens. Packs should
-have equal costs, and so should shards, which wait for each other at the end of every optimizer step. Every function is
-deterministic: ties go to the lower index.
+A group is one sequence, or several that stay together. A pack is a microbatch with a limit on its tokens. A shard is
+one data-parallel rank's part of the batch. Packs should have equal costs, and so should shards, which wait for each
+other at the end of every optimizer step. Every function is deterministic: ties go to the lower index.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EVEN = 1e-3  # share of the mean cost; a smaller difference is not worth anothe
 _TRADES_PER_PACK = 4  # this times the number of packs is the maximum number of trades
 _TRADES_PER_SHARD = 8
 _PARTNERS = 4  # how many of the cheapest shards are tried for a trade with the costliest one
-_NOTHING = -1  # stands for a group if the cheap pack returns none in a trade
+_NOTHING = -1  # in place of a group, if the cheap pack gives none in return
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def imbalance(costs: Sequence[float]) -> float:
 def balance_shards(groups: Groups, num_shards: int) -> list[Packs]:
     """Return the packs of each shard, the costliest first: `[shard][k]` is a pack, a list of groups.
 
-    All shards have the same number of packs: the minimum for the total tokens or, if the groups do not fit into that,
-    the number that modified first fit decreasing needs.
+    All shards have the same number of packs: the minimum for the total tokens or, if the groups do not fit into that
+    many, the number that modified first fit decreasing needs.
     """
     require_fitting(groups.lengths, groups.capacity)
     if not groups.lengths:
@@ -121,7 +121,10 @@ def _spread(groups: Groups, num_packs: int) -> Packs | None:
 
 
 def _even_packs(groups: Groups, packs: Packs) -> Packs:
-    """Return the packs after trades of groups, each between the costliest and the cheapest pack at that time."""
+    """Return the packs after trades of groups that bring the packs' costs closer together.
+
+    Each trade is between the costliest and the cheapest pack. A costliest pack without a useful trade is set aside.
+    """
     packs = [list(pack) for pack in packs]
     ranked = sorted((groups.cost(pack), number) for number, pack in enumerate(packs))
     mean = sum(cost for cost, _ in ranked) / len(ranked)
@@ -131,7 +134,7 @@ def _even_packs(groups: Groups, packs: Packs) -> Packs:
         (cheap_cost, cheap), (costly_cost, costly) = ranked[0], ranked.pop()
         error, trade = _find_best_trade(groups, packs[costly], packs[cheap], costly_cost - cheap_cost)
         if trade is None:
-            continue  # the costliest pack stays as it is, and the next one is tried
+            continue  # the costliest pack stays as it is, and the next costliest is tried
         del ranked[0]
         _exchange(packs[costly], packs[cheap], *trade)
         for number in (costly, cheap):
@@ -159,7 +162,7 @@ def deal(groups: Groups, packs: Packs, num_shards: int) -> list[Packs]:
 def _even_shards(groups: Groups, shards: list[Packs]) -> list[Packs]:
     """Return the shards after trades, each between the costliest shard and one of the cheapest.
 
-    A trade swaps the k-th packs of the two shards, or groups between these packs.
+    A trade swaps the k-th packs of the two shards, or exchanges groups of these packs.
     """
     shards = [[list(pack) for pack in shard] for shard in shards]
     costs = [sum(map(groups.cost, shard)) for shard in shards]
@@ -178,7 +181,7 @@ def _even_shards(groups: Groups, shards: list[Packs]) -> list[Packs]:
 
 
 def _trade_once(groups: Groups, costly: Packs, cheap: Packs, gap: float) -> bool:
-    """Make the trade that most reduces the `gap` between the costs of two shards; return False if none does."""
+    """Make the trade that most reduces the `gap` between the costs of two shards; return False if none reduces it."""
     trades: list[tuple[float, int, tuple[int, int] | None]] = []
     for index, (costly_pack, cheap_pack) in enumerate(zip(costly, cheap, strict=True)):
         trades.append((abs(groups.cost(costly_pack) - groups.cost(cheap_pack) - gap / 2), index, None))

@@ -58,12 +58,12 @@ class Batch(MutableMapping[str, Any]):
 
     A batch is whole if this rank has all sequences: in a single process, or if all ranks were given the same batch.
     Otherwise a rank first has the sequences that it produced (see `gather_facts`). After they are moved to their
-    owners, all ranks of a data-parallel replica have the sequences that it owns.
+    owners, all ranks of a data-parallel replica have the sequences that this replica owns.
 
     Attributes:
         local: This rank's sequences in the order of their numbers.
         numbers: [n] int64. The numbers of `local`'s sequences in the global batch.
-        facts: By name, a value [B] for each sequence of the global batch, the same on every rank.
+        facts: By name, the values [B] of all sequences of the global batch, the same on every rank.
         homes: [B] int16. The data-parallel rank on which each sequence was produced.
         width: The padded length of sequences, the same on every rank.
         columns: The keys that can be moved between ranks.
@@ -163,7 +163,7 @@ class Batch(MutableMapping[str, Any]):
     def __setitem__(self, key: str, values: Tensor) -> None:
         """Add values of this rank's sequences, [n, …]."""
         if len(values) != len(self.numbers):
-            raise ValueError(f"key {key!r} has {len(values)} sequences, but this rank has {len(self.numbers)}")
+            raise ValueError(f"key {key!r} has {len(values)} values, but this rank has {len(self.numbers)} sequences")
         self.local[key] = self.store.keep(values)
 
     def __delitem__(self, key: str) -> None:
@@ -185,12 +185,12 @@ class Batch(MutableMapping[str, Any]):
 
     @property
     def lengths(self) -> Tensor:
-        """Return the tokens of each sequence of the global batch, int32."""
+        """Return the number of tokens of each sequence of the global batch, int32."""
         return self.facts[LENGTHS]
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens of the global batch, without padding."""
+        """Return the number of tokens of the global batch, without padding."""
         return int(self.facts[LENGTHS].sum(dtype=torch.int64))
 
     @property
@@ -318,7 +318,8 @@ class Batch(MutableMapping[str, Any]):
         """Return copies of some of this rank's sequences.
 
         Args:
-            chosen: Numbers in the global batch, and `PADDING` for each padding sequence of zero loss weight.
+            chosen: Sequence numbers in the global batch, and `PADDING` for each padding sequence, which has zero loss
+                weight.
             width: The number of columns to return of per-token tensors. None: all.
             first: The number of the sequence that padding sequences repeat if the batch has no `padding`.
         """
@@ -436,7 +437,7 @@ def _unpack(parts: Tensor, counts: Tensor, dtypes: dict[str, torch.dtype]) -> di
 
 
 def _fact_types(keys: Collection[str]) -> dict[str, torch.dtype]:
-    """Return the dtypes of the facts of batches with these keys, the largest first, so that each fact is aligned."""
+    """Return the dtypes of the facts of a batch with these keys, the largest first, so that each fact is aligned."""
     dtypes = {name: dtype for name, dtype in _FACTS.items() if name in keys}
     if "token_mask" in keys:
         dtypes[SAMPLED] = torch.int32
@@ -444,7 +445,7 @@ def _fact_types(keys: Collection[str]) -> dict[str, torch.dtype]:
 
 
 def _compute_facts(local: BatchedDataDict, keys: Collection[str]) -> dict[str, Tensor]:
-    """Return the facts of this rank's sequences that a batch with these keys has."""
+    """Return, for this rank's sequences, the facts that a batch with these keys has."""
     return {
         name: ((local["token_mask"] != 0).sum(1) if name == SAMPLED else local[name]).to(dtype).contiguous()
         for name, dtype in _fact_types(keys).items()

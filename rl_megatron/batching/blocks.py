@@ -44,13 +44,13 @@ class Blocks:
         return range(start, min(start + self.ranks_per_block, self.num_ranks))
 
 
-_UNEVEN = 0.5  # of a block's even share of the cost; if a block deviates by more, `deal_to_blocks` deals all groups
+_UNEVEN = 0.5  # of an even share of the cost; `deal_to_blocks` deals all groups if a block deviates by more
 
 
 def assign_blocks(costs: np.ndarray, homes: np.ndarray, blocks: Blocks, block: int, gather: GatherMoves) -> np.ndarray:
     """Return the block of each group, so that blocks have about the same cost per rank. Collective.
 
-    A block keeps the groups that its ranks have produced, and moves a few to blocks with less cost. If blocks have
+    A block keeps most groups that its ranks have produced, and moves a few to blocks with less cost. If blocks have
     produced very different costs, for example if rank 0 has produced everything, `deal_to_blocks` deals all groups.
 
     Args:

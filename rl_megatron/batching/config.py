@@ -80,8 +80,8 @@ class DynamicPlanArgs(_TokenBudgetArgs):
     """Arguments of `plan_dynamic_batching`: microbatches of similar lengths, each as wide as its longest sequence.
 
     Attributes:
-        max_tokens_per_microbatch: The maximum of sequences times padded length in a microbatch.
-        group_size: Sequences that stay together, in order: 2 for preference pairs.
+        max_tokens_per_microbatch: The maximum number of tokens in a microbatch: its sequences times its padded length.
+        group_size: The number of neighbouring sequences that stay together, in order: 2 for preference pairs.
         cost: The cost of a sequence, for `MicrobatchPlan.costs`.
         sequence_length_round: Microbatch lengths are rounded up to a multiple of this, but not above the batch's width.
     """
@@ -95,7 +95,7 @@ class PackingPlanArgs(_TokenBudgetArgs):
 
     Attributes:
         max_tokens_per_microbatch: The maximum number of tokens in a pack, padding included.
-        group_size: Sequences that stay together, in order: 2 for preference pairs.
+        group_size: The number of neighbouring sequences that stay together, in order: 2 for preference pairs.
         cost: The cost of a sequence. "balanced" makes packs, and also shards, about equally costly.
         algorithm: "balanced" (few packs of equal cost, see `rl_megatron.batching.balance`), or a key of
             `rl_megatron.batching.packing.ALGORITHMS` (few packs).

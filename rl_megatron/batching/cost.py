@@ -20,7 +20,8 @@ class SequenceCost:
 
     A matmul parameter takes 2 FLOPs per token in the forward pass (multiply and add), and 4 in the backward pass, which
     computes two gradients. Attention has two products, queries with keys and probabilities with values. Each takes
-    2·l²·heads·head_dim FLOPs per layer in the forward pass, half of it if causal, and twice that in the backward pass.
+    2·l²·heads·head_dim FLOPs per layer in the forward pass (half as many if causal), and twice as many in the backward
+    pass as in the forward pass.
 
     Plans depend only on the ratio of `per_token` and `per_pair`. The default cost is the number of tokens.
 

@@ -43,7 +43,7 @@ class Column:
     """A key of a batch.
 
     Attributes:
-        shape: The shape of one value, of a token or of a sequence.
+        shape: The shape of one value, which belongs to a token (`per_token`) or to a sequence.
         per_token: Whether the key has a value for each token, or one for each sequence.
     """
 
@@ -81,7 +81,7 @@ class Exchange:
     """A move of the sequences of a global batch between data-parallel ranks.
 
     Attributes:
-        lengths: [B] The tokens of each sequence of the global batch.
+        lengths: [B] The number of tokens of each sequence of the global batch.
         sources: [B] The data-parallel rank that sends each sequence.
         targets: [B] The data-parallel rank that receives each sequence.
         topology: The layout; None in a single process.
@@ -168,7 +168,7 @@ class Exchange:
         return broadcast_in_replica(payload.to(topology.device), topology).cpu()
 
     def _exchange_with_replicas(self, packed: Tensor, out: np.ndarray, into: np.ndarray, topology: Topology) -> Tensor:
-        """Send `packed` to the first ranks of other replicas, and return the bytes that they send, by source.
+        """Send `packed` to the first ranks of other replicas, and return the bytes that these send, by source.
 
         `packed` has the bytes for each target, one after the other. `out` [keys, ranks] is the number of bytes of each
         key for each target, and `into` the same from each source.
@@ -183,7 +183,10 @@ class Exchange:
         return payload
 
     def _count_bytes(self, columns: Columns, chosen: np.ndarray, peers: np.ndarray) -> np.ndarray:
-        """Return the bytes of each key in each rank's chosen sequences, [keys, ranks]; `peers` [B] are the ranks."""
+        """Return how many bytes each key has in the `chosen` sequences of each rank, [keys, ranks].
+
+        `peers` [B] has the rank of each sequence.
+        """
         num_ranks = 1 if self.topology is None else self.topology.data
         ranks = peers[chosen]
         numbers = np.bincount(ranks, minlength=num_ranks)
@@ -201,7 +204,7 @@ class Exchange:
         return torch.cat([parts[key][target] for target in np.flatnonzero(sizes.any(0)) for key in range(len(parts))])
 
     def _split_by_key(self, payload: Tensor, columns: Columns, received: np.ndarray) -> dict[str, Tensor]:
-        """Return the bytes of each key, ordered by source."""
+        """Split the received bytes by key; those of a key are ordered by source."""
         sizes = self._count_bytes(columns, received, self.sources)
         sizes = sizes[:, sizes.any(0)]
         parts = payload.split(sizes.T.flatten().tolist())
@@ -224,7 +227,10 @@ class Exchange:
             into[torch.from_numpy(indices)] = values
 
     def _locate_tokens(self, chosen: np.ndarray, indices: np.ndarray, width: int) -> Tensor:
-        """Return where the chosen sequences' tokens are in a flattened [·, width] tensor that has them at `indices`."""
+        """Return the positions of the chosen sequences' tokens in a flattened tensor [·, width].
+
+        Before it was flattened, the tensor had these sequences at `indices`.
+        """
         counts = self.lengths[chosen].astype(np.int64)
         starts = indices * width - (np.cumsum(counts) - counts)
         return torch.from_numpy(np.repeat(starts, counts) + np.arange(int(counts.sum())))

@@ -38,7 +38,7 @@ class TensorStore:
         return None if self._directory is None else Path(self._directory.name)
 
     def full(self, shape: tuple[int, ...], fill: float, dtype: torch.dtype) -> Tensor:
-        """Return a tensor of this shape and dtype that is filled with a value, or raise OSError."""
+        """Return a new tensor, filled with `fill`. Raises OSError if a file for it cannot be written."""
         size = torch.Size(shape).numel()
         num_bytes = size * dtype.itemsize
         if self._max_bytes is None or self._in_memory + num_bytes <= self._max_bytes:
@@ -50,7 +50,7 @@ class TensorStore:
         return self._map_file(size, dtype).view(shape).fill_(fill)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself if there is no limit, and otherwise a copy of it that counts towards the limit."""
+        """Return the tensor itself if there is no limit, and otherwise a copy in memory or in a file."""
         if self._max_bytes is None:
             return tensor
         return self.full(tuple(tensor.shape), 0, tensor.dtype).copy_(tensor)

@@ -22,15 +22,15 @@ class Microbatch:
 
     Attributes:
         batch: The sequences, `[b, S]`.
-        lengths: `[b]` tokens of each sequence, if they are concatenated into one pack. None if each sequence is padded
-            to S tokens.
+        lengths: `[b]` The number of tokens of each sequence, if the sequences are concatenated into one pack. None if
+            each sequence is padded to S tokens.
     """
 
     batch: BatchedDataDict
     lengths: tuple[int, ...] | None = None
 
     def shape(self, layout: SequenceLayout) -> tuple[int, int]:
-        """Return (sequences, padded length over all ranks) of the model's input; a pack counts as one sequence."""
+        """Return (sequences, padded length) of the model's input, before ranks slice it; a pack is one sequence."""
         if self.lengths is not None:
             return 1, sum(padded_lengths(self.lengths, layout))
         num_sequences, width = self.batch["input_ids"].shape
@@ -78,7 +78,7 @@ class RankMicrobatches:
     largest: int
 
     def extend(self, count: int, group_size: int) -> RankMicrobatches:
-        """Return `count` microbatches with the same sequences: the largest ones are split, or padding ones added."""
+        """Return `count` microbatches of the same sequences by splitting the largest or adding padding microbatches."""
         microbatches = list(zip(self.sequences, self.widths, strict=True))
         slots = self.slots
         while len(microbatches) < count:

@@ -44,7 +44,7 @@ class MicrobatchPlan:
 
     @property
     def shard_imbalance(self) -> float:
-        """Return by how much the costliest shard exceeds the mean of the shards.
+        """Return by how much the costliest shard's cost exceeds the mean, as a share of the mean.
 
         At 0.02 an optimizer step takes 2 % longer than necessary.
         """
@@ -52,9 +52,9 @@ class MicrobatchPlan:
 
     @property
     def microbatch_imbalance(self) -> float:
-        """Return the largest imbalance over k of the shards' k-th microbatches.
+        """Return the imbalance of the shards' k-th microbatches for the k at which it is largest.
 
-        It is the relative waiting time of shards that synchronize in every microbatch, as expert-parallel ranks do.
+        It bounds the relative waiting time of shards that synchronize in every microbatch, as expert-parallel ranks do.
         """
         return max(map(imbalance, zip(*self.costs, strict=True)), default=0.0)
 
@@ -94,8 +94,9 @@ def plan_dynamic_batching(lengths: Sequence[int], width: int, num_shards: int, a
     """Plan microbatches of sequences of similar length, with the same shapes on all shards.
 
     The groups are sorted by length and dealt to the shards in rounds of alternating direction. So the k-th groups of
-    all shards have similar lengths, and shards have similar numbers of tokens. All shards start a new microbatch at the
-    same rounds: those that would exceed the token budget. As all shards compute the same shapes, the imbalance is 0.
+    all shards have similar lengths, and shards have similar numbers of tokens. All shards start new microbatches in the
+    same rounds: whenever the next groups no longer fit the token budget. As all shards compute the same shapes, the
+    imbalance is 0.
 
     Rounded lengths never exceed `width`, the width of the batch.
     """
