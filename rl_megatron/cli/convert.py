@@ -21,7 +21,10 @@ _SUFFIXES = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB"
 
 
 def import_directory(source: str, target: str, base: str | None) -> None:
-    """Convert a Hugging Face directory, or adapters for checkpoint `base`, to a checkpoint, and print how to use it."""
+    """Convert a Hugging Face directory to a checkpoint, and print how to use it.
+
+    With `base`, convert adapters in peft's format, which belong to the checkpoint `base`.
+    """
     check_import(Path(source), Path(target), None if base is None else Path(base))
     from rl_megatron.checkpoint import hf_convert, unused_rows  # here, because they import torch and megatron-core
 
@@ -49,14 +52,14 @@ def export_checkpoint(
     adapter: str | None = None,
     cut_vocabulary: bool = False,
 ) -> None:
-    """Convert a checkpoint to a Hugging Face directory, or one of adapters to a directory for peft, and describe it.
+    """Convert a checkpoint to a Hugging Face directory, or adapters to peft's format, and print the result.
 
     Args:
         source: The checkpoint to read.
         target: The directory to write.
-        max_shard_size: The largest file of weights, such as "5GB"; None for the default.
+        max_shard_size: The maximum size of a file of weights, such as "5GB"; None for the default.
         merge: Whether adapters are merged into their base.
-        adapter: The name of the only adapter to write; None for all.
+        adapter: The name of the adapter to write; None for all adapters.
         cut_vocabulary: Whether to leave out the rows of the embedding and the head that belong to no token.
     """
     if Path(source).is_dir() and not (Path(source) / MANIFEST).is_file():
@@ -92,18 +95,18 @@ def export_checkpoint(
 
 
 def _describe_adapters(ranks: Mapping[str, int]) -> str:
-    """Return adapters in words, from the LoRA rank of each by name."""
+    """Describe adapters; `ranks` has the LoRA rank of each adapter by name."""
     if list(ranks) == [DEFAULT_ADAPTER]:
         return f"an adapter of rank {ranks[DEFAULT_ADAPTER]}"
     return "adapters " + ", ".join(f"{name} of rank {rank}" for name, rank in ranks.items())
 
 
 def _make_console() -> Console:
-    return Console(soft_wrap=True, highlight=False, markup=False)  # no line is wrapped, so that it can be copied
+    return Console(soft_wrap=True, highlight=False, markup=False)  # does not wrap lines, so that they can be copied
 
 
 def parse_size(size: str) -> int:
-    """Return the bytes of a size: 5,000,000,000 for "5GB", and 2,147,483,648 for "2GiB"."""
+    """Return the number of bytes of a size: 5,000,000,000 for "5GB", and 2,147,483,648 for "2GiB"."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", size.strip().upper())
     if match is None or match[2] not in _SUFFIXES or not float(match[1]) * _SUFFIXES[match[2]] >= 1:
         raise ConfigError(f"--max-shard-size {size}: give a size such as 500MB, 5GB or 2GiB")
@@ -112,7 +115,7 @@ def parse_size(size: str) -> int:
 
 @contextmanager
 def show_progress(title: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar in a terminal, and yield the function that moves it."""
+    """Show a progress bar if the output is a terminal, and yield the function that updates it."""
     console = console or Console()
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn(),

@@ -1,11 +1,11 @@
 """Make the checks that need neither torch nor megatron-core, so that mistakes in paths and files are reported at once.
 
-The checks are functions of the packages that use the checked files, and the preflight repeats them on every rank. Each
+Each check is a function of the package that uses the checked files, and the preflight repeats it on every rank. Each
 section of the configuration that names files has a check.
 
 Every rank makes these checks, so that no rank waits for one that has found a mistake. With several ranks, only the
-preflight imports reward functions: here each rank would run the user's file, and the preflight runs it on the first
-rank of each node and informs the others.
+preflight imports reward functions: there, the first rank of each node runs the user's file and informs the others, but
+here every rank would run it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from rl_megatron.rewards.loading import check_rewards
 
 
 def add_weights(weights: str, overrides: list[str]) -> list[str]:
-    """Return the overrides with `init_from`, which they may not contain yet."""
+    """Return the overrides and `init_from=` the weights. Overrides that set `init_from` themselves are refused."""
     if "=" in weights and not Path(weights).exists():
         raise ConfigError(f"eval {weights}: the weights come first, as in rl-megatron eval CHECKPOINT {weights}")
     if any(text.startswith("init_from=") for text in overrides):
@@ -32,11 +32,11 @@ def add_weights(weights: str, overrides: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class PreparedEvaluation:
-    """The inputs of `eval`, after all checks that need no torch.
+    """The inputs of `eval`, which have passed all checks that do not need torch.
 
     Attributes:
-        identity: What identifies the weights: their path, and a digest or sizes.
-        baseline: The results of another evaluation, or None if `--baseline` is not set.
+        identity: What identifies the weights: their path, and the checkpoint's digest or the files' sizes.
+        baseline: The directory of another evaluation's results, or None if `--baseline` is not set.
     """
 
     tokenizer: Tokenizer
@@ -45,7 +45,7 @@ class PreparedEvaluation:
 
 
 def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedEvaluation:
-    """Create the directory of the results, and run all checks that need no torch."""
+    """Create the output directory, and run all checks that do not need torch."""
     stage, weights, output = config.first, Path(str(config.init_from)), Path(options.output)
     if not stage.eval.sets:
         raise ConfigError("eval.sets is empty, so there is nothing to evaluate on; set it, or choose an experiment")
@@ -67,7 +67,7 @@ def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedEvaluatio
 
 
 def evaluate(config: RunConfig, options: argparse.Namespace) -> int:
-    """Write the results of all sets for a run from `prepare_run`, and return the exit status."""
+    """Evaluate the weights on all sets for a run from `prepare_run`, write the results, and return the exit status."""
     prepared = prepare(config, options)
     from rl_megatron.evaluation.evaluate_weights import EvalJob, evaluate_weights
 

@@ -37,9 +37,10 @@ _MAX_SEED = 2**63
 
 
 def prepare_run(config: RunConfig, options: argparse.Namespace) -> RunConfig:
-    """Return the run whose only stage has the model and the tokenizer of `init_from`.
+    """Return the run with only one stage, which has the model and the tokenizer of `init_from`.
 
-    Keys of the model section that are overridden keep their values. Overrides without an effect are refused.
+    Keys of the model section that are overridden have the values of the overrides. Overrides without an effect are
+    refused.
     """
     keys = [get_override_key(override) for override in options.overrides]
     for override, key in zip(options.overrides, keys, strict=True):
@@ -49,7 +50,7 @@ def prepare_run(config: RunConfig, options: argparse.Namespace) -> RunConfig:
         raise ConfigError(f"--stage {name}: the run has no such stage{nearest(name, config.stages)}")
     if config.init_from is None:
         raise ConfigError(
-            "init_from is not set, but generate needs trained weights; set init_from=CHECKPOINT, or to a Hugging Face "
+            "init_from is not set, but generate needs trained weights; set init_from to a checkpoint or a Hugging Face "
             "directory"
         )
     stage, weights = config.stages[name], Path(config.init_from)
@@ -77,7 +78,7 @@ class PreparedGeneration:
 
 
 def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedGeneration:
-    """Check the options, paths and prompts of a run from `prepare_run`."""
+    """Check the options, paths and prompts of a run from `prepare_run`, and return the inputs of `generate`."""
     if options.samples_per_prompt < 1:
         raise ConfigError(f"--samples-per-prompt {options.samples_per_prompt}: must be at least 1")
     if not 0 <= options.seed < _MAX_SEED:
@@ -86,7 +87,7 @@ def prepare(config: RunConfig, options: argparse.Namespace) -> PreparedGeneratio
     if options.samples_per_prompt > 1 and (options.greedy or stage.generation.temperature == 0):
         raise ConfigError(
             f"--samples-per-prompt {options.samples_per_prompt}: greedy samples of a prompt are all the same; leave it "
-            "out, or sample (without --greedy, generation.temperature above 0)"
+            "out, or sample: leave out --greedy, and set generation.temperature above 0"
         )
     if log.is_main_rank():  # only rank 0 writes to it
         check_output(Path(options.output))
@@ -121,7 +122,7 @@ def generate(config: RunConfig, options: argparse.Namespace) -> int:
 
 
 def _describe_sampling(stage: StageConfig, options: argparse.Namespace) -> dict[str, object]:
-    """Return the settings on which completions of the same prompts and weights depend. Greedy ones have no seed."""
+    """Return the settings that change the completions of the same prompts and weights. Greedy sampling has no seed."""
     generation = stage.generation
     greedy = options.greedy or generation.temperature == 0
     shared = {key: getattr(generation, key) for key in ("max_new_tokens", "stop_tokens", "stop_strings")}
@@ -178,7 +179,7 @@ def build_weights_tokenizer(stage: StageConfig) -> Tokenizer:
 
 
 def check_weights(weights: Path, stage: StageConfig, tokenizer: Tokenizer) -> dict[str, object]:
-    """Check that the weights can be read, and return their path with a digest or sizes, which identify them."""
+    """Check that the weights can be read, and return what identifies them: their path, and a digest or sizes."""
     if (weights / MANIFEST).is_file():
         manifest = check_checkpoint(weights, stage.model, tokenizer.digest)
         check_head(weights, manifest, "lm", weights_only=False)

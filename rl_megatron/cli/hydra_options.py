@@ -23,7 +23,7 @@ from rl_megatron.config.schema import StageConfig
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 _ACTIONS = ("install=bash", "uninstall=bash", "query=bash")
 _WITH_VALUE = ("--config-dir", "-cd", "--config-name", "-cn")
-# The keys that choose what is trained. Without one, a command would train a default that nobody wants.
+# The keys that choose what is trained. Without any of them, a command would train a default that nobody wants.
 _CHOICES = ("experiment", "algorithm", "data", "model", "init_from", "stages", "tokenizer", "loss")
 
 
@@ -35,7 +35,7 @@ def has_no_choice(overrides: list[str], config_name: str) -> bool:
 
 
 def print_experiments(config_dir: str | None) -> None:
-    """Print to stderr, on rank 0, that nothing was chosen, and all experiments with their descriptions."""
+    """Print an error on rank 0 because nothing was chosen, with a list of all experiments and their descriptions."""
     if not log.is_main_rank():
         return
     lines = ["error: nothing says what to train; add experiment=NAME, or algorithm=… and data=… of your own", ""]
@@ -57,7 +57,7 @@ def _list_experiments(directory: Path) -> list[tuple[str, str]]:
 
 
 def _read_description(path: Path) -> str:
-    """Return the first comment of a YAML file that is not an instruction for Hydra, or ""."""
+    """Return the first comment line of a YAML file, without Hydra's lines such as `# @package`; "" if it has none."""
     for line in path.read_text().splitlines():
         if not line.startswith("#"):
             break
@@ -81,13 +81,13 @@ def show_info(what: str, overrides: list[str], config_dir: str | None, config_na
 
 
 def list_presets(config_dir: str | None) -> str:
-    """Return the groups of the configuration with their presets, one group a line."""
+    """Return the groups of the configuration with their presets, one group per line."""
     with hydra_session(config_dir) as hydra:
         return hydra.format_config_groups(lambda group: not group.startswith("hydra"))
 
 
 def complete(action: str, commands: Iterable[str], with_overrides: Iterable[str]) -> None:
-    """Print a script that installs the completion in bash, or the completions of the line that bash asks about.
+    """Print a script that installs or uninstalls the completion in bash, or the completions of the line `COMP_LINE`.
 
     Args:
         action: "install=bash", "uninstall=bash", or "query=bash", which the installed script calls.
@@ -96,7 +96,7 @@ def complete(action: str, commands: Iterable[str], with_overrides: Iterable[str]
     """
     if action not in _ACTIONS:
         raise ConfigError(
-            f"--shell-completion {action}: only bash is supported, and not zsh, fish or another shell; in bash, write "
+            f"--shell-completion {action}: only bash is supported, not zsh, fish or another shell; in bash, write "
             'eval "$(rl-megatron --shell-completion install=bash)"'
         )
     with hydra_session(None) as hydra:
@@ -110,7 +110,7 @@ def complete(action: str, commands: Iterable[str], with_overrides: Iterable[str]
 
 
 def list_completions(line: str, commands: Iterable[str], with_overrides: Iterable[str]) -> list[str]:
-    """Return what may come next in a command line: a command, or a group, a preset, an experiment or a key."""
+    """Return the completions of the last word of a command line: commands, groups, presets, experiments or keys."""
     words = line.split()[1:]
     current = "" if line.endswith(" ") or not words else words.pop()
     if not words:
@@ -124,7 +124,7 @@ def list_completions(line: str, commands: Iterable[str], with_overrides: Iterabl
             name = options.get("--config-name", options.get("-cn", PRIMARY))
             words = _Bash(hydra.config_loader).complete(name, shlex.join([*as_additions(overrides), current]))
     except (ConfigError, HydraException, OmegaConfBaseException, ValueError):
-        return []  # the overrides before it are wrong, which the command itself will report
+        return []  # an earlier override is wrong, and the command itself will report it
     return sorted({*(word for word in words if not word.startswith("hydra")), *_complete_stage_key(current)})
 
 
@@ -140,7 +140,7 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _complete_stage_key(current: str) -> list[str]:
-    """Return the keys of a stage that begin with `current`. Hydra completes such keys only at the top level."""
+    """Return the completions of a key `stages.NAME.…`; Hydra itself completes only keys without this prefix."""
     parts = current.split(".", 2)
     if len(parts) < 3 or parts[0] != "stages":
         return []
@@ -157,7 +157,7 @@ class _Bash(BashCompletion):
         super().__init__(config_loader)
 
     def complete(self, config_name: str, line: str) -> list[str]:
-        """Return what may replace the last word of `line`, which consists of overrides only."""
+        """Return the completions of the last word of `line`, which has only overrides."""
         return self._query(config_name=config_name, line=line)
 
     @staticmethod

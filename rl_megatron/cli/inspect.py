@@ -43,7 +43,7 @@ def _show_checkpoint(console: Console, checkpoint: dict[str, Any], all_tensors: 
     facts = _list_facts(checkpoint)
     width = max(len(name) for name, _ in facts) + 2
     path = Text.assemble(("checkpoint".ljust(width), "bold"), checkpoint["path"])
-    console.print(path, soft_wrap=True)  # on one line, so that it can be copied
+    console.print(path, soft_wrap=True)  # not wrapped, so that it can be copied
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -66,7 +66,7 @@ def _show_checkpoint(console: Console, checkpoint: dict[str, Any], all_tensors: 
 
 
 def _list_facts(checkpoint: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, value) of the manifest's entries. Older manifests, and those of API users, have fewer."""
+    """Return (name, value) of the manifest's entries. Manifests that are older, or that API users wrote, have fewer."""
     stage = f" of stage {checkpoint['stage']}" if "stage" in checkpoint else ""
     size = f"{checkpoint['num_parameters']:,} parameters, {checkpoint['parameter_bytes']:,} bytes"
     states = f"{', '.join(checkpoint['optimizer_state'])}; {checkpoint['optimizer_bytes']:,} bytes"

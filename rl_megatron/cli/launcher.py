@@ -2,14 +2,14 @@
 
 It differs from `torchrun` in how it handles the ends of ranks, and in its store:
 
-- SIGTERM, SIGINT and SIGUSR1 go to the ranks, which save and end. The launcher waits for twice the time that a step and
-  a save took earlier, and then ends the ranks that still run. A second signal ends them at once.
-- Ranks that found bad input, or that ended because they were asked to, are not started again.
-- A rank that does not end after another one has ended well is named and killed.
+- SIGTERM, SIGINT and SIGUSR1 go to the ranks, which save and end. The launcher gives them about twice the time of a
+  step and a save, and then ends the ranks that still run. A second signal ends them at once.
+- Ranks that found bad input, or that ended because of a signal, are not started again.
+- A rank that still runs long after another one has ended with status 0 is reported and killed.
 - Instead of torchrun's report, one line reports which rank failed first and how. The exit status is that of this rank.
-- On one node, only this machine reaches the store of the rendezvous, and the store has no pickles. torchrun listens on
-  all interfaces, and reads a pickle from the store every few seconds.
-- On several nodes that meet by the rendezvous `c10d`, that pickle may contain only classes that describe a rendezvous.
+- On one node, only this machine reaches the rendezvous store, and the store has no pickles. torchrun's store listens on
+  all interfaces, and torchrun reads a pickle from it every few seconds.
+- On several nodes with the rendezvous backend `c10d`, that pickle may contain only classes that describe a rendezvous.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ from rl_megatron.runs.step_times import FILE, read_step_times
 from rl_megatron.runs.stop_signals import SAME_SIGNAL_SECONDS, SIGNALS
 
 _NOT_STARTED_AGAIN = (2, STOPPED)  # exit statuses: bad input, and ended as asked
-_ONE_NODE, _LOOPBACK = "one_node", "127.0.0.1"  # a rendezvous of this module, and its address
+_ONE_NODE, _LOOPBACK = "one_node", "127.0.0.1"  # this module's rendezvous backend, and its address
 _SECONDS_TO_MEET = 600
-# The classes of which torch's state of a rendezvous consists, by module.
+# The classes in torch's rendezvous state, by module.
 _RENDEZVOUS_CLASSES = {
     "torch.distributed.elastic.rendezvous.dynamic_rendezvous": {"_RendezvousState", "_NodeDesc"},
     "datetime": {"datetime", "timedelta", "timezone"},
 }
 _OTHER_SIGNALS = "SIGHUP,SIGQUIT"  # torch handles them: it ends the ranks
-_SECONDS_OF_EVERYTHING_ELSE = 30.0  # that the ranks need to end, besides a step and a save
-_SECONDS_UNMEASURED = 300.0  # that the ranks have to end until a save has been measured
-_SECONDS_TO_KILL = 1  # that ranks have between SIGTERM and SIGKILL when their time is over
-SECONDS_TO_FOLLOW = 300.0  # that ranks have to end after the first one has ended well; rank 0 writes the run's report
+_SECONDS_OF_EVERYTHING_ELSE = 30.0  # for ranks to end, in addition to a step and a save
+_SECONDS_UNMEASURED = 300.0  # for ranks to end, until a save has been measured
+_SECONDS_TO_KILL = 1  # between SIGTERM and SIGKILL for ranks that exceed the limit
+SECONDS_TO_FOLLOW = 300.0  # for ranks to end after the first one has ended well; rank 0 writes the run's report
 
 
 class RunAgent(LocalElasticAgent):
-    """torchrun's agent, which starts and watches the ranks of a node, with the differences that the module names."""
+    """torchrun's agent, which starts and watches the ranks of a node, with this module's differences."""
 
-    was_asked_to_end: ClassVar = False  # a process has one agent, to which torch gives no access
+    was_asked_to_end: ClassVar = False  # a class attribute, because torch gives no access to the agent
 
     def __init__(self, *arguments: Any, **keywords: Any):
         super().__init__(*arguments, **keywords)
@@ -83,7 +83,7 @@ class RunAgent(LocalElasticAgent):
             self._asked_at = now
         elif number != signal.SIGUSR1:
             if now - self._asked_at <= SAME_SIGNAL_SECONDS:
-                return  # the launcher's parent has forwarded a signal that the launcher has received too
+                return  # the launcher's parent has forwarded the signal that the launcher also received
             self._shutdown_timeout = _SECONDS_TO_KILL
             raise SignalException(f"a second {signal.Signals(number).name}", signal.Signals(number))
         limit = max(self._shutdown_timeout, _estimate_seconds_to_end())
@@ -106,7 +106,7 @@ class RunAgent(LocalElasticAgent):
         return result
 
     def _kill_remaining_ranks(self, worker_group: WorkerGroup) -> None:
-        """Kill the ranks that still run long after another one has ended with status 0, such as suspended ones."""
+        """Kill ranks, such as suspended ones, that still run long after another one has ended with status 0."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
         left = {number: handler.proc.pid for number, handler in handlers.items() if handler.proc.poll() is None}
         if len(left) == len(handlers):
@@ -129,7 +129,7 @@ class RunAgent(LocalElasticAgent):
 
 
 def _estimate_seconds_to_end() -> float:
-    """Return how long the ranks may need from a signal to their end, by their measured steps and saves."""
+    """Estimate how long the ranks need to end after a signal, from their measured steps and saves."""
     times = read_step_times()
     if times is None or times["save_seconds"] == 0.0:
         return _SECONDS_UNMEASURED
@@ -143,12 +143,12 @@ def _read_message(failure: ProcessFailure) -> str | None:
 
 
 def _has_ended_as_asked(status: int) -> bool:
-    """Return whether a rank saved and ended, or ended before its first step, when it got a signal."""
+    """Return whether a rank ended because of a stop signal: after it saved, or before its first step."""
     return status == STOPPED or -status in SIGNALS
 
 
 def _report(failures: dict[int, ProcessFailure]) -> int:
-    """Print how the run failed, unless the ranks have reported it, and return the exit status."""
+    """Print how the run failed, unless a rank has printed it, and return the exit status."""
 
     def get_order(rank: int) -> tuple[int, int, int]:
         # Killed ranks come first, because they make others fail. SIGTERM comes last: the agent sends it to the others.
@@ -191,17 +191,17 @@ class _OneNodeRendezvous(StaticTCPRendezvous):
 
 
 class _RendezvousUnpickler(pickle.Unpickler):
-    """An unpickler of the state of a `c10d` rendezvous, which is in a store that others may write to."""
+    """An unpickler for the state of a `c10d` rendezvous, whose store others may write to."""
 
     def find_class(self, module: str, name: str) -> object:
-        """Return a class that describes a rendezvous, and refuse all others."""
+        """Return a class of the rendezvous state, and refuse all others."""
         if name in _RENDEZVOUS_CLASSES.get(module, ()) or (module, name) == ("builtins", "set"):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"the state of the rendezvous names {module}.{name}, which does not belong to it")
+        raise pickle.UnpicklingError(f"the state of the rendezvous names {module}.{name}, which cannot be part of it")
 
 
 def _meet_safely(parsed: argparse.Namespace) -> None:
-    """Make the rendezvous unpickle no code from others, as the module's docstring describes."""
+    """Set up the rendezvous so that it unpickles no code from others; see the module's docstring."""
     dynamic_rendezvous.pickle = SimpleNamespace(  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
         dumps=pickle.dumps, loads=lambda data: _RendezvousUnpickler(io.BytesIO(data)).load(),
         PickleError=pickle.PickleError,

@@ -18,7 +18,7 @@ def report(run: Path) -> int:
 
 
 def compare(runs: Sequence[Path], output: Path) -> int:
-    """Write a page with the curves and the different settings of several runs, and return the exit status."""
+    """Write a page with the curves of several runs and the settings that differ, and return the exit status."""
     from rl_megatron.observability.html_report import render_comparison
     from rl_megatron.observability.run_files import RecordedRun
 

@@ -41,7 +41,7 @@ def rollouts(options: argparse.Namespace) -> int:
             console.print(_build_panel(row))
     if not options.json:
         steps = ", ".join(sorted({path.stem for path in files}))
-        console.print(f"{shown} of {chosen} trajectories shown, of {len(files)} file(s): {steps}", soft_wrap=True)
+        console.print(f"{shown} of {chosen} trajectories shown, from {len(files)} file(s): {steps}", soft_wrap=True)
     return 0
 
 

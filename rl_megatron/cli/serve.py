@@ -20,7 +20,7 @@ _END_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 def set_server_nodes(config: RunConfig, nodes: str | None) -> RunConfig:
-    """Return the run with rollout engines on the servers that `rl-megatron serve` runs on `nodes` (HOST:PORT,…).
+    """Return the run with the servers that `rl-megatron serve` runs on `nodes` (HOST:PORT,…) as its rollout engines.
 
     Without `nodes`, return `config`.
     """
@@ -49,7 +49,7 @@ def serve(config: RunConfig, options: argparse.Namespace) -> int:
     launchers: dict[str, ServerLauncher] = {}
     for name, stage in stages.items():
         make_launcher = ENGINES[stage.generation.engine].launcher
-        assert make_launcher is not None  # an engine with a section of servers has one
+        assert make_launcher is not None  # an engine with a section for servers has a launcher
         launchers[name] = make_launcher(stage, tokenizer.vocab_size)
     last = list(launchers)[-1]
     for name, launcher in launchers.items():
@@ -81,7 +81,7 @@ def _choose_stages(config: RunConfig, name: str | None) -> dict[str, StageConfig
 
 
 def _set_address(stage: StageConfig, options: argparse.Namespace) -> StageConfig:
-    """Return the stage with the host and the port of the options."""
+    """Return the stage with the host and the port that the options set."""
     section = get_servers(stage)
     if section.urls:
         raise ConfigError(f"{section.key}.server_urls and server_nodes name servers that run already; leave them out")

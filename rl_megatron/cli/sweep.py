@@ -1,7 +1,7 @@
 """Run one job for each combination of the values of a sweep, one after the other: `rl-megatron train --multirun`.
 
-Each job is a process of its own, because megatron-core has global state and a job may end in any way. The jobs are
-forks of a server process, which does the imports once. Under torchrun, every rank expands the sweep alike, and the
+Each job is a process of its own, because megatron-core has global state and a job may crash. The jobs are forks of a
+server process, which does the imports once. Under torchrun, every rank expands the sweep into the same jobs, and the
 ranks of a job meet in the launcher's store under the job's own name.
 """
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _LONGEST_NAME = 120  # characters of a directory's name
-_LONGEST_WORDS = 30  # characters of the words of a value that is not a name
-_END_SECONDS = 30.0  # that the other ranks have to end a job after it has failed on one
+_LONGEST_WORDS = 30  # characters that are kept of a value that cannot be part of a name
+_END_SECONDS = 30.0  # for the other ranks to end a job after it has failed on one rank
 _POLL_SECONDS = 0.2
 _STOPPED = (STOPPED, *(128 + number for number in SIGNALS))  # the exit statuses of a job that a signal ended
 
@@ -84,8 +84,8 @@ def run_jobs(jobs: list[Job], options: list[str], run: Callable[[list[str]], int
 
     Args:
         jobs: The jobs.
-        options: Options of the command line for each job, such as --config-dir.
-        run: A function at module level that runs a command, and returns its exit status.
+        options: Command-line options of every job, such as --config-dir.
+        run: A module-level function that runs a command, and returns its exit status.
     """
     store, results = _open_store(), []
     for number, job in enumerate(jobs):
@@ -102,7 +102,7 @@ def run_jobs(jobs: list[Job], options: list[str], run: Callable[[list[str]], int
 
 
 def _combine(overrides: list[str], config_dir: str | None) -> list[tuple[list[str], list[str]]]:
-    """Return the overrides of each job, and those among them that are swept over."""
+    """Return, for each job, all its overrides, and those of them that the sweep varies."""
     choices: dict[str, list[str]] = {}
     swept: set[str] = set()
     with hydra_session(config_dir) as hydra:
@@ -169,7 +169,7 @@ def _run_in_process(run: Callable[[list[str]], int], arguments: list[str], envir
 
 
 def _open_store() -> Store | None:
-    """Return the store in which the ranks meet: the launcher's, or one that rank 0 opens. None: there are no ranks."""
+    """Return the store in which the ranks meet: the launcher's, or one that rank 0 opens. None without torchrun."""
     if "RANK" not in os.environ:
         return None
     import torch.distributed as dist  # slow to import
@@ -186,9 +186,9 @@ def _open_store() -> Store | None:
 
 
 def _wait_for_job(process: BaseProcess, number: int, store: Store | None) -> int:
-    """Wait for the end of a job on all ranks, and return its exit status, which is 1 if a rank was killed.
+    """Wait until a job has ended on all ranks, and return the highest exit status; a rank that was killed has 1.
 
-    Meanwhile this process forwards stop signals to the job.
+    Meanwhile this process forwards stop signals to the job. A rank that such a signal ended has 128 + its number.
     """
 
     def forward(signum: int, frame: FrameType | None) -> None:
@@ -238,7 +238,7 @@ def _wait_for_all(counter: str, store: Store) -> None:
 
 
 def _report(jobs: list[Job], results: list[int]) -> None:
-    """Print the result of each job, with directories that can be copied."""
+    """Print the result and the output directory of each job."""
     states = ["complete" if status == 0 else f"failed with status {status}" for status in results]
     if results[-1] in _STOPPED:
         states[-1] = "ended early"

@@ -14,7 +14,7 @@ Scalar = Float[Tensor, ""]
 class PPOLoss(losses.PPOLoss):
     """`rl_megatron.losses.PPOLoss` whose fourth result is torchtune's mean ratio.
 
-    This mean is over all tokens, masked ones included, and does not bound log-ratios. The loss is the same.
+    This mean is over all tokens, also masked ones, and its log-ratios are not clamped. The loss is the same.
     """
 
     def forward(

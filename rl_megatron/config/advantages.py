@@ -25,10 +25,10 @@ class Estimator:
     """The properties of an advantage estimator that configuration checks read. A user's function has the defaults.
 
     Attributes:
-        reads: The optional inputs that it may read. A key that affects only other inputs is refused.
+        reads: The optional inputs that it may read. A key that affects only inputs that it does not read is refused.
         least_samples: The minimum number of samples per prompt.
-        together: Whether one rank must own all sequences of a "group", or of a "trajectory". "sequence": neither,
-            because the estimator needs only rewards, and every rank has the rewards of all samples.
+        together: What one rank must own as a whole: each "group" or each "trajectory". "sequence": nothing, because the
+            estimator needs only rewards, and every rank has the rewards of all samples.
     """
 
     reads: frozenset[str] = _OPTIONAL

@@ -57,10 +57,10 @@ class RolloutConfig(AlgorithmConfig):
 
     @classmethod
     def usual_batch_size(cls, section: Mapping[str, object]) -> int:
-        """Return how many completions a rollout step learns from: with this batch size it has one optimizer step."""
+        """Return how many completions a rollout step learns from. A batch of this size makes it one optimizer step."""
         prompts, samples = (section.get(key, getattr(cls, key)) for key in ("prompts_per_step", "samples_per_prompt"))
         if not (isinstance(prompts, int) and isinstance(samples, int)):
-            return super().usual_batch_size(section)  # the check of the section refuses the wrong type
+            return super().usual_batch_size(section)  # the section's check will refuse the wrong type
         return prompts * cls.learned_per_prompt(samples)
 
     @classmethod
@@ -70,7 +70,7 @@ class RolloutConfig(AlgorithmConfig):
 
     @property
     def rounds_per_step(self) -> int:
-        """Return how many times a step may draw `prompts_per_step` prompts."""
+        """Return the maximum number of times that a step draws `prompts_per_step` prompts."""
         return 1
 
     @property
@@ -158,7 +158,7 @@ class PolicyGradientConfig(RolloutConfig):
         return self.optimizer_steps_of_rollouts(train, train.steps, self.updates_per_rollout)
 
     def may_read_logprobs(self) -> bool:
-        """Return whether an advantage may depend on the logprobs before the first optimizer step on a rollout."""
+        """Return whether advantages may depend on the policy's logprobs of a rollout (π_prev)."""
         return False
 
     def check(self, stage: StageConfig) -> None:

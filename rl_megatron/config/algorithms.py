@@ -1,6 +1,6 @@
 """The settings of every algorithm of the package and the rules between them.
 
-The training loops are in rl_megatron/algorithms, and what algorithms of one kind have in common is in
+The training loops are in rl_megatron/algorithms, and settings that several algorithms share are in
 config/algorithm_kinds.py.
 """
 
@@ -186,7 +186,7 @@ class KTOConfig(AlgorithmConfig):
     name: Literal["kto"] = "kto"  # the algorithm
 
     def check(self, stage: StageConfig) -> None:
-        """Check that a batch has several answers, because the reference point pairs a prompt with another's answer."""
+        """Check that a batch has two answers: the reference point pairs each prompt with the answer to another."""
         super().check(stage)
         if stage.train.global_batch_size < 2:
             raise ConfigError(
@@ -216,13 +216,13 @@ class GRPOConfig(PolicyGradientConfig):
     samples_per_prompt: Positive = 8  # completions per prompt, which form a group; at least 2 for group_relative
     # How a sample's advantage is computed. group_relative: its reward minus the mean of its group.
     # group_relative_turns: for each turn, the sum of rewards from this turn on, minus the group's mean of this sum.
-    # group_relative_steps: subtract the mean over all turns of the group from each turn's reward, then sum from each
-    # turn on. reinforce_plus_plus: the return of each token minus the mean of the whole batch. group_relative_turns,
+    # group_relative_steps: each turn's reward minus the mean over all turns of the group, summed from each turn on.
+    # reinforce_plus_plus: the return of each token, normalized over the whole batch. group_relative_turns,
     # group_relative_steps and reinforce_plus_plus use the rewards of tokens, from which loss.use_kl_in_reward subtracts
-    # the KL. reinforce_plus_plus_baseline: the reward minus the group's mean, divided by the standard deviation of the
-    # whole batch. optimal_baseline: the reward minus the group's mean weighted by length (OPO). group_decoupled:
-    # normalize the scores of each reward function within the group, and then add them up (GDPO). file.py:name or
-    # package.module:name: your own function.
+    # the KL. reinforce_plus_plus_baseline: the reward minus the group's mean, normalized over the whole batch.
+    # optimal_baseline: the reward minus the group's mean weighted by length (OPO). group_decoupled: the scores of each
+    # reward function, normalized within the group, are added up with the functions' weights, and the sums are
+    # normalized over the whole batch (GDPO). file.py:name or package.module:name: your own function.
     advantage_estimator: Annotated[str, AfterValidator(check_estimator_name)] = "group_relative"
     # group_relative and group_relative_turns: subtract the mean of the other samples of the group (RLOO).
     leave_one_out: bool = False
@@ -232,7 +232,7 @@ class GRPOConfig(PolicyGradientConfig):
 
     @property
     def rounds_per_step(self) -> int:
-        """Return how many times a step may draw `prompts_per_step` prompts."""
+        """Return the maximum number of times that a step draws `prompts_per_step` prompts."""
         return self.dynamic_sampling_max_rounds if self.dynamic_sampling else 1
 
     @property

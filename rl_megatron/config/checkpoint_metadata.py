@@ -29,7 +29,7 @@ ReadModel = Callable[[Path], ModelConfig]  # reads the model section of a direct
 def read_model_key(key: str, init_from: str | None, read: ReadModel | None = None) -> Any:
     """Return the value of `key` in the model section of the checkpoint `init_from`.
 
-    `read` reads the model section of a Hugging Face directory, for commands that accept one instead of a checkpoint.
+    `read` reads the model section of a Hugging Face directory, for commands that also accept such a directory.
     """
     if not init_from:
         raise ConfigError("model=init_from takes the model section of a checkpoint: add init_from=CHECKPOINT")
@@ -52,11 +52,11 @@ def _read_model_section(checkpoint: Path, read: ReadModel | None) -> dict[str, A
     unknown = sorted(section.keys() - defaults.keys())
     if unknown:
         raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has the unknown key model.{unknown[0]}")
-    return defaults | section  # a key that is newer than the checkpoint has its default
+    return defaults | section  # keys that are newer than the checkpoint have their defaults
 
 
 def describe_missing_checkpoint(path: Path, as_written: Callable[[str], str] = str) -> str:
-    """Return the end of a message about a path without a manifest: what it is, and what to write instead.
+    """Return the end of a message about a path without a manifest: what the path is, and what to write instead.
 
     `as_written` turns a checkpoint's path into what the user should write.
     """
@@ -80,18 +80,19 @@ def describe_missing_checkpoint(path: Path, as_written: Callable[[str], str] = s
 def find_hugging_face_files(checkpoint: Path) -> Path | None:
     """Return the directory of Hugging Face files in a checkpoint, or in the run that wrote it.
 
-    It has every file of the imported model except the weights. None if the model did not come from Hugging Face.
+    The directory has every file of the imported model except the weights. Return None if the model did not come from
+    Hugging Face.
     """
     return _find_directory(checkpoint, HUGGING_FACE, "config.json")
 
 
 def find_imported_tokenizer(checkpoint: Path) -> Path | None:
-    """Return the directory of Hugging Face files of a checkpoint, or of its run; None if they have no tokenizer."""
+    """Return the Hugging Face directory of a checkpoint or its run that has a tokenizer; None if neither has one."""
     return _first_tokenizer(checkpoint, HUGGING_FACE)
 
 
 def find_run_tokenizer(checkpoint: Path) -> Path | None:
-    """Return the directory of the tokenizer in the run that wrote the checkpoint; None if it has none."""
+    """Return the directory of the tokenizer in the run that wrote the checkpoint; None if the run has none."""
     return _first_tokenizer(checkpoint, "tokenizer")
 
 

@@ -11,7 +11,7 @@ TRUNCATION_TYPES = ("tis", "icepop", "seq-mask-tis")
 REJECTION_TYPES = ("geometric", "k3")
 
 
-# The values of other keys that each method needs, and why.
+# For each method, the values that other keys must have, and why.
 _NEEDED = {
     "use_cispo": {
         "disable_ppo_ratio": (False, "CISPO weights tokens by the ratio"),
@@ -59,7 +59,7 @@ _NEEDED = {
 @register_loss_settings("clipped_pg")
 @dataclass(frozen=True)
 class ClippedPGLossConfig:
-    """Settings of `ClippedPGLossFn`. Names and meanings follow NeMo RL, plus entropy_coeff and fixed_sequence_length.
+    """Settings of `ClippedPGLossFn`. Keys that NeMo RL also has have its names and meanings.
 
     Keys of the ratio r = π/π_prev:
         disable_ppo_ratio: Use REINFORCE's −A·log π instead of the ratio. ratio_clip_* then have no effect.
@@ -70,26 +70,27 @@ class ClippedPGLossConfig:
         ratio_clip_min, ratio_clip_max: r is clipped to [1 − ratio_clip_min, 1 + ratio_clip_max].
         ratio_clip_c: The bound c > 1 of dual clip: if A < 0, the loss is at most −c·A. null disables dual clip.
         use_cispo: Use the clipped ratio as a constant weight on log π (CISPO).
-        use_gmpo: Use the geometric mean of a sequence's clipped ratios (GMPO). log r is clipped to [−ratio_clip_min,
-            ratio_clip_max], only at the bound towards which the advantage pushes it. It needs token_level_loss=False.
+        use_gmpo: Use the geometric mean of a sequence's clipped ratios (GMPO). log r is at most ratio_clip_max for
+            A > 0, and at least −ratio_clip_min for other tokens. It needs token_level_loss=False.
         use_sapo: Use a sigmoid around r = 1 instead of the clip (SAPO). ratio_clip_* then have no effect.
         sapo_temperature_pos, sapo_temperature_neg: The temperatures τ > 0 of SAPO's sigmoid, for tokens with A > 0 and
             for others. A larger τ makes the gradient of a token vanish nearer to r = 1.
 
-    Keys of tokens that are selected by their covariance (A − mean A)·(log π_prev − mean log π_prev):
-        use_clip_cov: Leave tokens out of the loss if their covariance (A − mean A)·(log π_prev − mean log π_prev) is
-            between clip_cov_min and clip_cov_max (Clip-Cov). The means are over all tokens of a rollout.
-        clip_cov_ratio: The maximum share of all tokens that is left out, at least one token. They are drawn at random.
+    Keys that select tokens by a covariance:
+        use_clip_cov: Leave out of the loss some tokens, drawn at random from those whose covariance (A − mean A)·(log
+            π_prev − mean log π_prev) is between clip_cov_min and clip_cov_max (Clip-Cov). The means are over all tokens
+            of a rollout.
+        clip_cov_ratio: The maximum number of tokens that are left out, as a share of all tokens; at least one token.
         clip_cov_min, clip_cov_max: The bounds of the covariance.
         use_kl_cov: Use −A·r without a clip, and add kl_cov_coef·|log r| for the tokens with the highest covariances
             (KL-Cov). ratio_clip_* then have no effect.
-        kl_cov_ratio: The share of all tokens that have this penalty; at least one token.
+        kl_cov_ratio: The number of tokens that have this penalty, as a share of all tokens; at least one token.
         kl_cov_coef: The factor > 0 of the penalty.
 
     Keys of the average:
         token_level_loss: Average over all tokens. false: average over each sequence's tokens, then over sequences.
         fixed_sequence_length: L > 0: divide the sum over all tokens by sequences·L instead of the number of tokens. It
-            is Dr. GRPO if L is the longest completion allowed, and RLOO if L = 1. null: token_level_loss decides.
+            is Dr. GRPO if L is the maximum completion length, and RLOO if L = 1. null: token_level_loss decides.
 
     Keys of the KL to the reference policy:
         reference_policy_kl_penalty: The coefficient β ≥ 0 of the KL. With 0, no reference policy is needed.
@@ -231,7 +232,7 @@ class ClippedPGLossConfig:
 
     @property
     def rejects_sequences(self) -> bool:
-        """Return whether the loss of a sequence is 0 if the trainer and the engine disagree on it."""
+        """Return whether sequences on which the trainer and the engine disagree are rejected."""
         return self.sequence_rejection_type is not None or self.token_veto_threshold is not None
 
     def _check_rejection(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 
-_UNQUOTED = r"[\w./:@%+-]+"  # characters that a value in Hydra's syntax may have without quotes
+_UNQUOTED = r"[\w./:@%+-]+"  # a value of only these characters needs no quotes in Hydra's syntax
 _NOT_TEXT = r"(?i)null|true|false|[+-]?(nan|inf|[\d_.]+(e[+-]?\d+)?)"  # Hydra does not read these as texts
 
 

@@ -55,7 +55,7 @@ def describe_source(stage: StageConfig) -> str:
 @register_source_config
 @section
 class TextConfig(DataConfig):
-    """Text files, or records with a text, read as one stream of tokens, for pretraining."""
+    """Text files, or records with a text, for pretraining. They are read as one stream of tokens."""
 
     provides: ClassVar[tuple[str, ...]] = (DOCUMENTS,)
     heldout_kind: ClassVar[str] = DOCUMENTS
@@ -121,7 +121,7 @@ class PromptsConfig(DataConfig):
 @register_source_config
 @section
 class TaskConfig(DataConfig):
-    """Problems of a registered task, generated or from local files, for GRPO and PPO; also SFT and pretraining data."""
+    """Problems of a registered task, generated or from local files, for GRPO and PPO; also for SFT and pretraining."""
 
     provides: ClassVar[tuple[str, ...]] = (DOCUMENTS, ANSWERS, PROBLEMS)
     heldout_kind: ClassVar[str] = PROBLEMS
@@ -179,7 +179,7 @@ def check_plain(data: DataConfig, why: str) -> None:
 
 
 def require_place(data: DataConfig) -> None:
-    """Check that the section names its data, which a configuration that is only printed need not do."""
+    """Check that the section names its data. A configuration that is only printed is not checked for this."""
     if data.reads_path and data.path is None and data.dataset_name is None and not data.mix:
         records = ", data.dataset_name to a data set of the Hub" if data.reads_records else ""
         raise ConfigError(

@@ -91,7 +91,7 @@ def refuse_several(adapters: Sequence[LoraConfig]) -> None:
 
 
 def opens_memory(generation: GenerationConfig) -> bool:
-    """Return whether engines read weights from shared memory of the policy's rank 0."""
+    """Return whether engines read weights from memory that the policy's rank 0 shares."""
     return generation.refit == "shared_memory" or (generation.refit == "adapter" and generation.engine != "vllm")
 
 
@@ -101,7 +101,7 @@ def shares_gpus(generation: GenerationConfig) -> bool:
 
 
 def releases_memory(generation: GenerationConfig) -> bool:
-    """Return whether vLLM servers release the memory of GPUs while the policy trains."""
+    """Return whether vLLM servers release GPU memory while the policy trains."""
     chosen = generation.vllm.enable_sleep_mode
     return generation.engine == "vllm" and (shares_gpus(generation) if chosen is None else chosen)
 
@@ -186,7 +186,7 @@ def check_generation(generation: GenerationConfig) -> None:
 
 
 def check_router_replay(generation: GenerationConfig, model: ModelConfig) -> None:
-    """Check that the model has experts to replay, and that the engine can record them."""
+    """Check that the model has experts, and that the engine can record which of them it routes tokens to."""
     if not generation.router_replay:
         return
     if model.num_experts is None:
@@ -203,7 +203,7 @@ def check_router_replay(generation: GenerationConfig, model: ModelConfig) -> Non
 
 
 def _check_servers(generation: GenerationConfig) -> None:
-    """Check the sections of engines on servers, and the keys that have no effect on such engines."""
+    """Check the server sections, and refuse keys that have no effect on engines that run on servers."""
     default, chosen = GenerationConfig(), ENGINE_DECLARATIONS[generation.engine].section
     for engine, declaration in ENGINE_DECLARATIONS.items():
         section = declaration.section

@@ -65,7 +65,7 @@ _GIVEN = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "RL_MEGATRON_RECORD", "RL_MEGATRO
 
 @section
 class AgentConfig:
-    """The program that makes a trajectory, and the gateway, which answers its requests as OpenAI's API does."""
+    """The program that makes a trajectory, and the gateway, which answers the program's requests like OpenAI's API."""
 
     # The program with its arguments, as in "python my_agent.py --turns 3". It is not run by a shell. null: none. It
     # needs rollout.worker=agent.

@@ -179,7 +179,7 @@ def test_what_is_not_in_the_table_is_named_with_what_is(messages, statement):
 
 
 LEFT_OUT = {  # statement → why, with what to do instead
-    "import nemo_rl.data.multimodal_utils": "Multimodal batches are not provided: train a model of text",
+    "import nemo_rl.data.multimodal_utils": "Multimodal batches are not provided: train a text-only model",
     "import nemo_rl.distributed.virtual_cluster": "does not use Ray: start one process for each GPU",
     "from nemo_rl.models.policy.lm_policy import Policy": "does not use Ray: start one process for each GPU",
     "from nemo_rl.algorithms.grpo import grpo_train": "torchrun -m rl_megatron train algorithm=grpo",

@@ -1,12 +1,12 @@
 """NeMo RL's advantage estimators: its classes and settings, built on `rl_megatron.algorithms.advantages`.
 
-They accept the arguments of NeMo RL 0.6, whose settings are dicts, and of newer versions. The latter have settings
-objects, `valid_mask`, `std_rewards` and named reward components (`reward/name` instead of `reward1`).
+They accept the arguments of NeMo RL 0.6, whose settings are dicts, and those of newer versions: settings objects,
+`valid_mask`, `std_rewards` and named reward components (`reward/name` instead of `reward1`).
 
 The intended differences from `nemo_rl.algorithms.advantage_estimator` are:
 
 - Settings are strict, like those of losses, and missing keys take defaults.
-- A normalisation divides by the sample standard deviation, and is 0 at masked tokens and if all values are equal.
+- Normalised values are divided by the sample standard deviation. They are 0 at masked tokens, and if all are equal.
 - The baseline of an invalid sample is the mean of the valid samples, with or without leave-one-out. Invalid samples are
   also left out of GDPO's normalisation over the batch.
 - A KL penalty in the reward without `logprobs_policy` and `logprobs_reference` is an error.
@@ -80,7 +80,7 @@ def calculate_baseline_and_std_per_prompt(
     fewer than two valid samples, each baseline is the sample's own reward, so that advantages are 0.
 
     Args:
-        prompts: The prompt of each sample, [B], or [B, S] token ids.
+        prompts: The prompts of the samples: one number per prompt, [B], or token ids, [B, S].
         rewards: The reward of each sample, [B].
         valid_mask: 1 for samples that count, and 0 for others, [B].
         leave_one_out_baseline: Whether a sample's own reward is left out.
@@ -104,7 +104,7 @@ def calculate_baseline_and_std_per_prompt(
 
 
 def _moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean and the sample standard deviation of `values` [n] under each row of `weights` [n, n].
+    """Return the mean and the sample standard deviation of `values` [n], weighted by each row of `weights` [n, n].
 
     The deviation of equal values is exactly 0, because a sum of a few fp32 numbers is exact in fp64.
     """
@@ -151,7 +151,7 @@ class GRPOAdvantageEstimator(_GroupComparison):
 
 
 class GDPOAdvantageEstimator(_GroupComparison):
-    """GDPO: the weighted sum of GRPO's comparison for each reward component, normalised over the batch."""
+    """GDPO: the weighted sum of the reward components' GRPO advantages, normalised over the batch."""
 
     def __init__(self, estimator_config: object, loss_config: object = None) -> None:
         super().__init__(estimator_config, loss_config)
@@ -186,7 +186,7 @@ class GDPOAdvantageEstimator(_GroupComparison):
 
 
 class _RewardWithKL:
-    """The settings of a KL penalty in the reward, which come from the settings of the loss."""
+    """The KL penalty in the reward, with the settings of the loss."""
 
     def __init__(self, loss_config: object) -> None:
         cfg = parse_settings(ClippedPGLossConfig, loss_config)
@@ -194,7 +194,7 @@ class _RewardWithKL:
         self.kl_coef = cfg.reference_policy_kl_penalty
 
     def estimate_kl(self, logprobs_policy: Tensor | None, logprobs_reference: Tensor | None) -> Tensor | None:
-        """Return the KL estimate of every token, [B, S], or None if the reward has no penalty."""
+        """Return the KL estimate of every token, [B, S], or None if the reward has no KL penalty."""
         if not self.use_kl_in_reward or self.kl_coef == 0:
             return None
         if logprobs_policy is None or logprobs_reference is None:
@@ -241,7 +241,7 @@ class RawRewardAdvantageEstimator:
 
 
 class GeneralizedAdvantageEstimator(_RewardWithKL):
-    """GAE with the reward at the last token that counts, and VAPO's separate λ for returns and for advantages."""
+    """GAE with the reward at the last token that counts; returns and advantages may have a different λ each (VAPO)."""
 
     def __init__(self, estimator_config: object, loss_config: object = None) -> None:
         super().__init__(loss_config)

@@ -1,4 +1,4 @@
-"""Settings of NeMo RL's `shard_by_batch_size`, which are plain dictionaries to callers."""
+"""The settings that NeMo RL's `shard_by_batch_size` takes, which are plain dictionaries."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _PlanArgs = TypeVar("_PlanArgs", DynamicPlanArgs, PackingPlanArgs)
 
 
 class DynamicBatchingArgs(TypedDict, total=False):
-    """Settings of microbatches of sequences of similar length, each cut to its longest sequence.
+    """Settings of dynamic batching: a microbatch has sequences of similar length, and is cut to the longest.
 
     Attributes:
-        max_tokens_per_microbatch: The maximum of a microbatch's number of sequences times its padded length.
-        sequence_length_round: A microbatch's length is a multiple of this, but at most the batch's width; default 1.
+        max_tokens_per_microbatch: The maximum number of tokens of a microbatch, padding included.
+        sequence_length_round: A microbatch's width is rounded up to a multiple of this, but not above the batch's;
+            default 1.
         input_key: The key of the `[B, S]` token ids; default "input_ids".
         input_lengths_key: The key of the `[B]` lengths; default "input_lengths".
         group_size: How many consecutive sequences stay together: 2 for preference pairs; default 1.
@@ -34,19 +35,18 @@ class DynamicBatchingArgs(TypedDict, total=False):
 
 
 class SequencePackingArgs(TypedDict, total=False):
-    """Settings of microbatches whose sequences fit one packed row of the model.
+    """Settings of sequence packing: the sequences of a microbatch fit one packed row of the model.
 
     Attributes:
         max_tokens_per_microbatch: The maximum number of tokens of a pack, with each sequence's length rounded up.
         input_key: The key of the `[B, S]` token ids; default "input_ids".
         input_lengths_key: The key of the `[B]` lengths; default "input_lengths".
         algorithm: "balanced", the default, or a key of `rl_megatron.batching.packing.ALGORITHMS`.
-        sequence_length_pad_multiple: Each sequence's length in the pack is a multiple of this; default 1.
+        sequence_length_pad_multiple: Each sequence's length in the pack is rounded up to a multiple of this; default 1.
         microbatch_order: "packer", the default, keeps the plan's order; "largest_first" sorts each shard's microbatches
             by descending tokens, as in NeMo RL after 0.6.
         group_size: How many consecutive sequences stay together: 2 for preference pairs; default 1.
-        cost: The cost of a sequence. "balanced" distributes it evenly over packs and shards. Default: its number of
-            tokens.
+        cost: The cost of a sequence; default: its number of tokens. "balanced" evens out the costs of packs and shards.
     """
 
     max_tokens_per_microbatch: Required[int]

@@ -7,10 +7,10 @@ The intended differences from `nemo_rl.distributed.batched_data_dict` are:
 - `rl_megatron.batching` plans the microbatches: every shard has the same number of them in every step batch. Packing
   algorithms are "balanced" (the default) and the keys of `rl_megatron.batching.packing.ALGORITHMS`.
 - There are two more settings: `group_size` keeps sequences together, and `cost` is the quantity to balance.
-- Broken rules of NeMo RL raise `RuleError`, which is a ValueError and an AssertionError. Microbatch iterators raise
-  it when they are created, not when they are first read.
-- `from_batches` refuses a key that a batch with sequences lacks, as NeMo RL does after 0.6, and the error is a
-  `RuleError` too. 0.6 drops keys that the first batch lacks.
+- A call that breaks a rule of NeMo RL raises `RuleError`, which is a ValueError and an AssertionError. Microbatch
+  iterators raise it when they are created, not when they are first read.
+- `from_batches` raises a `RuleError` if a batch with sequences lacks a key of another batch. Newer versions of NeMo RL
+  refuse such batches too, but 0.6 drops keys that the first batch lacks.
 - Multimodal batches are not provided: `get_multimodal_dict` raises NotImplementedError, and there is no `PackedTensor`.
 - `get_batch` does not need a `batch_size` if microbatches were planned.
 - `reorder_data` and `truncate_tensors` return the batch. `truncate_tensors` does not change tensors that are short
@@ -112,8 +112,8 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
     ) -> Self:
         """Return the sequences of all batches, one batch after the other, as NeMo RL does after 0.6.
 
-        A batch without sequences may lack keys, and its tensors do not widen those of others. The result has the keys
-        of all batches, and without batches it is empty. See the core's method for shapes and other errors.
+        A batch without sequences may lack keys, and the width of its tensors is ignored. The result has the keys of all
+        batches; it is empty if there are no batches. See the base class for shapes and other errors.
 
         Raises:
             MissingKeyError: A batch with sequences lacks a key.
@@ -134,8 +134,8 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
     def get_multimodal_dict(self, *args: Any, **named: Any) -> dict[str, Any]:
         """Raise NotImplementedError, because there are no multimodal batches."""
         raise NotImplementedError(
-            "rl_megatron does not provide NeMo RL's multimodal batches: train a model of text, and remove the call of "
-            "get_multimodal_dict"
+            "rl_megatron does not provide NeMo RL's multimodal batches: train a text-only model, and remove the call "
+            "of get_multimodal_dict"
         )
 
     def chunk(self, rank: int, chunks: int) -> Self:
@@ -226,8 +226,8 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
             sequence_packing_args: Plan microbatches that fit one packed row; see `SequencePackingArgs`.
 
         Returns:
-            The shards. With one of the two plans, (shards, order): sequence i of all shards, one shard after the other,
-            is sequence `order[i]` of this batch. Every shard has the same number of microbatches per step batch; read
+            The shards. If microbatches are planned, (shards, order): sequence i of all shards, one after the other, is
+            sequence `order[i]` of this batch. Every shard has the same number of microbatches per step batch; read
             them with `get_batch` and the plan's iterator.
 
         Raises:
@@ -317,7 +317,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         return lengths
 
     def _sequence_width(self, key: str) -> int:
-        """Return S of the token ids [B, S]; raise RuleError if dimension 1 of another tensor is not the sequence."""
+        """Return S of the token ids [B, S]; raise RuleError if dimension 1 of another tensor is neither S nor 1."""
         tokens = self.data.get(key)
         if not isinstance(tokens, torch.Tensor) or tokens.ndim < 2:
             raise RuleError(f"dynamic batching needs {key!r} as a [B, S] tensor; the batch has {sorted(self.data)}.")
@@ -336,7 +336,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         Args:
             batch_idx: The number of the step batch.
             batch_size: The number of sequences of a step batch on this shard. It is required if no microbatches were
-                planned, and not used otherwise, because a plan has these sizes.
+                planned; a plan has these sizes, so it is ignored then.
 
         Raises:
             RuleError: There is neither a plan nor a `batch_size`.
@@ -380,7 +380,7 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         return len(self._get_planned_microbatches()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[Self]:
-        """Return an iterator over the microbatches of sequence packing, whose sequences fit one pack but are padded."""
+        """Return an iterator over the microbatches of sequence packing: each fits one pack, but is still padded."""
         bounds, _ = self._get_planned_microbatches()
         return (self.slice(start, end) for start, end in bounds)
 
@@ -390,14 +390,14 @@ class BatchedDataDict(core.BatchedDataDict[DictT]):
         return len(bounds), max(lengths)
 
     def _get_planned_microbatches(self) -> tuple[list[list[int]], list[int]]:
-        """Return the indices and lengths of the microbatches of the only step batch, or raise `RuleError`."""
+        """Return the indices and lengths of planned microbatches; raise `RuleError` unless there is one step batch."""
         if self.micro_batch_indices is None or self.micro_batch_lengths is None:
             raise RuleError(
                 "no microbatches are planned; call shard_by_batch_size with dynamic_batching_args or "
                 "sequence_packing_args first."
             )
         if len(self.micro_batch_indices) != 1:
-            raise RuleError(f"the shard has {len(self.micro_batch_indices)} batches; select one with get_batch(i).")
+            raise RuleError(f"the shard has {len(self.micro_batch_indices)} step batches; select one: get_batch(i).")
         return self.micro_batch_indices[0], self.micro_batch_lengths[0]
 
     def _equal_size(self) -> int:
@@ -426,7 +426,7 @@ def _sort_largest_first(plan: MicrobatchPlan) -> MicrobatchPlan:
 
 
 class _TensorSpec(NamedTuple):
-    """The shape and dtype of another rank's tensor, which a rank needs to receive it."""
+    """The shape and dtype of a tensor, which other ranks need to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -442,8 +442,8 @@ def _gather_tensor(
 ) -> list[torch.Tensor]:
     """Return every rank's tensor.
 
-    The shapes differ by rank, but collectives need equal ones. Tensors are therefore sent as bytes, padded to the
-    largest tensor.
+    The shapes may differ by rank, but `all_gather` needs equal shapes. Tensors are therefore sent as bytes, padded to
+    the size of the largest tensor.
     """
     ours = tensor.detach().contiguous().flatten().view(torch.uint8)
     buffer = ours.new_zeros(max(spec.num_bytes for spec in specs))

@@ -45,5 +45,5 @@ class EnvironmentInterface(ABC, Generic[MetadataT]):
         """Return the environment's answer to the last message of each log."""
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the batch and no metrics; nothing calls it here."""
+        """Return the batch and no metrics; this package never calls the method."""
         return batch, {}

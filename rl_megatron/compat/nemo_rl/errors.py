@@ -1,4 +1,4 @@
-"""ValueErrors that are also AssertionErrors: NeMo RL checks its rules by `assert`, and handlers may catch that."""
+"""ValueErrors that are also AssertionErrors: NeMo RL checks with `assert`, and callers may catch AssertionError."""
 
 from __future__ import annotations
 

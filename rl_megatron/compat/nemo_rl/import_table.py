@@ -29,8 +29,8 @@ def answer(
         left_out: Dotted name of a module or member that is not in the table → the reason, for the error.
 
     Raises:
-        ImportError: `package` is installed and `replace` is false, or it is already imported. In the second case, code
-            that has imported it would keep using the installed package.
+        ImportError: `package` is installed and `replace` is false, or `package` is already imported: code that imported
+            it would keep using the installed package.
     """
     present = sys.modules.get(package)
     if isinstance(present, _Module):

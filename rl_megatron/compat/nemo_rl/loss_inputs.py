@@ -1,4 +1,4 @@
-"""Functions and wrappers of NeMo RL's second generation that compute a loss's inputs from padded or packed logits."""
+"""NeMo RL's functions and wrappers that compute the inputs of newer losses from padded or packed logits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prepare_loss_input(
     vocab_parallel_group: dist.ProcessGroup | None = None,
     context_parallel_group: dist.ProcessGroup | None = None,
 ) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """Return (the keywords that `loss_fn` takes from a model's output, data).
+    """Return (the keyword arguments of `loss_fn` that are computed from a model's output, data).
 
     Shapes: logits as in `next_token_stats`; next_token_logprobs [B, S-1].
 
@@ -81,7 +81,7 @@ def _require_rank(rank: int | None, group: dist.ProcessGroup | None) -> None:
 def _read_output(
     logits: Tensor, data: Mapping[str, Any], loss_fn: losses.LossFunction, sharding: Sharding
 ) -> dict[str, Tensor]:
-    """Return the keywords that a loss takes from logits."""
+    """Return the keyword arguments of a loss that are computed from logits."""
     if isinstance(loss_fn, losses.Loss):
         return loss_fn.read_output(logits, data, sharding)
     if loss_fn.input_type is losses.LossInputType.LOGPROB:

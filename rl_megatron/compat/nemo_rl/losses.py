@@ -27,7 +27,7 @@ from rl_megatron.losses.contract import Reduction
 from rl_megatron.losses.distillation import LOG_INFINITESIMAL
 from rl_megatron.losses.functional import kl_penalty
 
-# The keys of a recipe's `dpo` section that are its trainer's, not its loss's.
+# The keys of a recipe's `dpo` section that the trainer reads, not the loss.
 _DPO_TRAINER_KEYS = frozenset(
     "max_num_epochs max_num_steps val_period val_batches val_global_batch_size val_micro_batch_size val_at_start "
     "val_at_end seed".split()
@@ -43,7 +43,7 @@ class MetricNormalizer(enum.Enum):
 
 
 class NeedsRank(losses.Loss):
-    """A loss that requires vocab_parallel_rank with vocab_parallel_group, like NeMo RL's losses over logits."""
+    """A loss that requires vocab_parallel_rank if it gets vocab_parallel_group, like NeMo RL's losses over logits."""
 
     def prepare(self, call: Call) -> Call:
         """Check the rank, and return the call."""
@@ -82,8 +82,8 @@ class ClippedPGLossFn(NeedsRank, losses.ClippedPGLossFn):
     def metric_normalizations(self) -> dict[str, MetricNormalizer]:
         """Return which global count divides each metric, as in NeMo RL 0.8. The settings are read at the first access.
 
-        For `positive_nll_loss` it is a count of tokens. The terms of a sequence-level loss with a
-        `positive_example_nll_weight` are divided by both counts, but for "loss" the result has only SEQUENCES.
+        `positive_nll_loss` is divided by a count of tokens, also in a sequence-level loss. The terms of such a loss
+        have two divisors, but the result for "loss" is only SEQUENCES.
         """
         cfg, tokens, sequences = self.cfg, MetricNormalizer.TOKENS, MetricNormalizer.SEQUENCES
         of_loss = tokens if cfg.token_level_loss and cfg.fixed_sequence_length is None else sequences
@@ -118,7 +118,7 @@ class DPOLossFn(NeedsRank, losses.DPOLossFn):
         super().__init__(parse_settings(DPOLossConfig, cfg))
 
     def prepare(self, call: Call) -> Call:
-        """Check that the SFT loss has global_valid_toks, and return the call."""
+        """Check that global_valid_toks is given if there is an SFT loss, and return the call."""
         require(
             self.cfg.sft_loss_weight == 0 or call.global_valid_toks is not None,
             "global_valid_toks must be provided for SFT loss",
@@ -181,7 +181,7 @@ class MseValueLossFn(losses.MSEValueLoss):
         super().__init__(parse_settings(MseValueLossConfig, cfg))
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
-        """Return the values of the whole batch without the first column."""
+        """Return the values [B, S-1] of the whole batch, without those of the first tokens."""
         return {"next_token_values": token_scores(output, data, sharding, self)[:, 1:]}
 
 

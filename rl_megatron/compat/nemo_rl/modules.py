@@ -109,10 +109,10 @@ MODULES: dict[str, dict[str, Any]] = {
 }
 
 _NO_RAY = "this package does not use Ray: start one process for each GPU with torchrun"
-_NO_MEDIA = "multimodal batches are not provided: train a model of text"
+_NO_MEDIA = "multimodal batches are not provided: train a text-only model"
 _NO_LOOP = "the training loop of rl_megatron is `torchrun -m rl_megatron train algorithm=grpo`, which does not use Ray"
 
-# Why modules and members are not provided, for messages.
+# Module or member that is not provided → the reason, for the error.
 LEFT_OUT = {
     "nemo_rl.algorithms.advantage_estimator.OPDAdvantageEstimator": (
         "on-policy distillation is `rl_megatron train algorithm=on_policy_distillation`"

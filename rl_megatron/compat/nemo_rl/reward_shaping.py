@@ -24,7 +24,7 @@ Batch = TypeVar("Batch", bound=BatchedDataDict[Any])
 
 @dataclass(frozen=True)
 class RewardScalingConfig:
-    """The section `grpo.reward_scaling`: the interval of the original rewards, and the one that they are mapped to."""
+    """The section `grpo.reward_scaling`: the interval of the rewards, and the interval that they are mapped to."""
 
     enabled: bool = False
     source_min: float = 0.0
@@ -42,7 +42,7 @@ class RewardScalingConfig:
 
 @dataclass(frozen=True)
 class RewardShapingConfig:
-    """The section `grpo.reward_shaping`: DAPO's penalty of long responses, or a factor for truncated ones."""
+    """The section `grpo.reward_shaping`: DAPO's penalty for long responses, or a factor for truncated ones."""
 
     enabled: bool = False
     overlong_buffer_length: int | None = None
@@ -75,8 +75,9 @@ def scale_rewards(repeated_batch: Batch, reward_scaling_cfg: object) -> Batch:
 def apply_reward_shaping(batch: Batch, cfg: object) -> Batch:
     """Reduce `total_reward` of long or truncated responses, and return the batch.
 
-    The penalty is `rl_megatron.rewards.functions.LengthPenalty`, which grows past `max_response_length`, as in NeMo RL.
-    The original rewards are kept as `unshaped_total_reward`. `stop_properly_penalty_coef` takes precedence.
+    The penalty is `rl_megatron.rewards.functions.LengthPenalty`. As in NeMo RL, it still grows past
+    `max_response_length`. If `stop_properly_penalty_coef` is set, truncated responses get this factor instead. The
+    original rewards are kept as `unshaped_total_reward`.
 
     Raises:
         RuleError: A key that the settings need is missing, or a value is out of range.
@@ -107,8 +108,9 @@ def _overlong_penalties(batch: Mapping[str, Any], num_rewards: int, settings: Re
     )  # fmt: skip
     if buffer is None or penalty is None or longest is None:
         raise RuleError(
-            "without stop_properly_penalty_coef, only DAPO reward shaping is currently supported: set "
-            f"overlong_buffer_length={buffer}, overlong_buffer_penalty={penalty} and max_response_length={longest}"
+            "without stop_properly_penalty_coef, only DAPO reward shaping is currently supported; set the keys that "
+            f"are None: overlong_buffer_length={buffer}, overlong_buffer_penalty={penalty}, "
+            f"max_response_length={longest}"
         )
     require(penalty >= 0, f"overlong_buffer_penalty={penalty} must be >=0")
     require(0 < buffer <= longest, f"overlong_buffer_length={buffer} must be from 1 to max_response_length={longest}")
@@ -123,7 +125,7 @@ def _overlong_penalties(batch: Mapping[str, Any], num_rewards: int, settings: Re
 
 
 def _response_lengths(batch: Mapping[str, Any]) -> list[int]:
-    """Return `response_token_lengths`, or the length of the first message of the assistant in each message log."""
+    """Return `response_token_lengths`, or the length of the first assistant message in each message log."""
     if "response_token_lengths" in batch:
         return torch.as_tensor(batch["response_token_lengths"]).tolist()
     lengths = []

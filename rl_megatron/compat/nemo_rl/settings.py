@@ -16,7 +16,7 @@ LossClass = TypeVar("LossClass", bound=type)
 
 
 class Setting:
-    """A setting as an attribute of a loss. Reading it reads `loss.cfg`; assigning it replaces and checks `loss.cfg`."""
+    """A setting as an attribute of a loss. Reading it reads `loss.cfg`; assigning it checks and replaces `loss.cfg`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -44,7 +44,7 @@ def settings_as_attributes(config: type, **kinds: type[Setting]) -> Callable[[Lo
 
 @dataclass(frozen=True)
 class ClippedPGLossConfig(losses.ClippedPGLossConfig):
-    """The core's settings with NeMo RL's rules. A truncation ratio without a type is an upper clamp."""
+    """The core's settings with NeMo RL's rules. A truncation ratio without a type means "tis"."""
 
     def __post_init__(self) -> None:
         with rule_errors():

@@ -214,4 +214,4 @@ def test_the_script_for_bash_completes_this_command(capsys, monkeypatch):
     for shell in ("fish", "zsh"):
         with pytest.raises(SystemExit) as end:
             main(["-sc", f"install={shell}"])
-        assert end.value.code == 2 and "only bash is supported, and not zsh, fish" in capsys.readouterr().err
+        assert end.value.code == 2 and "only bash is supported, not zsh, fish" in capsys.readouterr().err
