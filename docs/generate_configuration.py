@@ -89,20 +89,20 @@ This page lists every key of the configuration. You set a key on the command lin
 of an experiment. `rl-megatron train … --print-config` prints the values that a run would use.
 
 The default is the value that `rl-megatron train` uses if nothing else is chosen. A preset or an experiment can set
-another one. "required" marks a key without a default. Unknown keys, wrong types and values out of range are refused
+another value. "required" marks a key without a default. Unknown keys, wrong types and values out of range are refused
 before the run starts.
 """
 
 _STAGES = """\
 ## Stages
 
-A run is a list of stages. Each stage starts from the weights that the one before it left. A run without `stages` has
+A run is a list of stages. Each stage starts from the final weights of the stage before it. A run without `stages` has
 one stage, which is named after its algorithm.
 
 A stage has these sections, and the keys of the table below:
 {sections}.
-At the top level of the configuration they hold for all stages. Under `stages.NAME` they hold for one stage, and only
-the keys that differ have to be there:
+At the top level of the configuration, they apply to all stages. Under `stages.NAME`, they apply to one stage, and only
+the keys that differ are needed:
 
 ```yaml
 optimizer: {{lr: 1.0e-3}}
@@ -114,9 +114,9 @@ stages:
     optimizer: {{lr: 1.0e-4}}
 ```
 
-Two sections replace the one at the top level as a whole: `algorithm`, and `loss` if it has a `name`. A command-line
-override of a key that a stage sets itself would have no effect there, and is refused: write
-`stages.sft.optimizer.lr=1e-4` instead.
+Two sections of a stage replace those of the top level as a whole: `algorithm`, and `loss` if it has a `name`. If a
+stage sets a key itself, a command-line override of the key without `stages.NAME` would have no effect there, and is
+refused: write `stages.sft.optimizer.lr=1e-4` instead.
 """
 
 

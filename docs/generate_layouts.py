@@ -35,20 +35,20 @@ _QUANTITIES = ("loss", "logprobs", "gradient", "weights after a step", "metrics"
 _HEAD = """\
 # Every layout gives the same gradient
 
-`python docs/generate_layouts.py` writes this page. It compares each layout, on several ranks (CPU, gloo), with one
-process that has all sequences in one padded microbatch, in fp32. A line of the table has a layout and further settings,
-one value for each of {num_factors} factors:
+`python docs/generate_layouts.py` writes this page. On CPU ranks with gloo, it compares each layout in fp32 with one
+process that has all sequences in one padded microbatch. Each line of the table is one layout with further settings. It
+combines values of {num_factors} factors:
 
 - the layout: tensor (tp), sequence (sp), pipeline (pp), interleaved pipeline (vpp), context (cp), expert (moe-ep),
   expert tensor (etp) and data parallelism (dp);
-- how sequences form microbatches (packed, padded, dynamic), and their size n: n sequences, or the tokens of n sequences
-  of maximum length;
+- how sequences form microbatches (packed, padded, dynamic), and a microbatch's size n: n sequences, or as many tokens
+  as n sequences of maximum length have;
 - tied or untied embeddings, recomputation of activations, uneven pipeline stages, and a sliding attention window;
 - the distributed optimizer (distopt), communication that overlaps with computation (overlap), the fused head (fused).
 
-At least one line contains each of the {num_pairs} pairs of two factors' values that eight ranks allow. Each line runs
+Each of the {num_pairs} pairs of two factors' values that eight ranks allow occurs in at least one line. Each line runs
 {objectives} on {num_rows} sequences of 1 to {width} tokens, as [`certify`](certify.md) does for your own layout. The
-columns have the largest errors over these losses: of the loss (relative,
+columns show the largest errors over these losses: of the loss (relative,
 at most {loss:.0e}), of a token's logprob or value
 (absolute, at most {stream:.0e}), of a parameter's gradient and of a parameter after an optimizer step (relative to its
 largest entry, at most {gradient:.0e}), and of a metric (at most {metric:.0e}).

@@ -167,12 +167,12 @@ def _overview() -> Iterator[str]:
     yield "# Losses"
     yield ""
     yield "`loss.name` selects a loss, and `loss.KEY` sets one of its keys. In Python, `build_loss(name, {key: value})`"
-    yield "builds it. A loss returns its part of a mean over the *global* batch, so the parts of microbatches and ranks"
-    yield "can be summed. You can [add a loss](tutorials/own_loss.md)."
+    yield "builds it. For a microbatch, a loss returns its share of a mean over the *global* batch, so these shares are"
+    yield "summed over microbatches and ranks. You can [add a loss](tutorials/own_loss.md)."
     yield ""
     yield f"Every loss needs {_names(REQUIRED)} in the batch, and reports {_names(REPORTED)}."
-    yield "Each section names further keys that its loss needs with the default settings or can read, and further"
-    yield "metrics, which it reports if their inputs exist."
+    yield "Each section lists further keys, which its loss needs with the default settings or can read, and further"
+    yield "metrics. A metric is reported if its inputs exist."
     yield ""
     rolled = [name for name in FORMULAS if build_loss(name).next_token_keys & {"reference_policy_logprobs"}]
     yield f"The key `reference_policy_logprobs` (of the losses {_names(rolled)}) is rolled by −1: entry t corresponds"
@@ -208,9 +208,9 @@ def _loss(name: str) -> Iterator[str]:
     lists = {
         "needs the batch's": [key for key in loss.required_keys if key not in REQUIRED],
         "can read": [key for key in _batch_keys(loss) if key not in loss.required_keys],
-        "reports as metrics": [metric for metric in loss.metric_reductions if metric not in REPORTED],
+        "reports the metrics": [metric for metric in loss.metric_reductions if metric not in REPORTED],
     }
-    if sentences := [f"It {verb} {_names(names)}." for verb, names in lists.items() if names]:
+    if sentences := [f"The loss {verb} {_names(names)}." for verb, names in lists.items() if names]:
         yield " ".join(sentences)
 
 

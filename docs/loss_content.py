@@ -139,8 +139,8 @@ RECIPES = (
     Recipe(
         "GRPO",
         "algorithm=grpo data=arithmetic loss.token_level_loss=false loss.reference_policy_kl_penalty=0.04",
-        "[2402.03300](https://arxiv.org/abs/2402.03300). The advantage is the difference from the group's mean, "
-        "divided by its standard deviation. All answers have the same weight.",
+        "[2402.03300](https://arxiv.org/abs/2402.03300). The advantage is the reward minus the group's mean, "
+        "divided by the group's standard deviation. All answers have the same weight.",
     ),
     Recipe(
         "Dr. GRPO",
@@ -148,13 +148,14 @@ RECIPES = (
         "algorithm.normalize_std=false loss.fixed_sequence_length=32 generation.max_new_tokens=32 "
         f"{_NO_KL}",
         "[2503.20783](https://arxiv.org/abs/2503.20783). The advantage is not divided by the standard deviation, and "
-        "the sum over tokens is divided by the longest allowed answer.",
+        "an answer's sum over tokens is divided by the length of the longest allowed answer.",
     ),
     Recipe(
         "DAPO",
         f"algorithm=grpo data=arithmetic algorithm.dynamic_sampling=true loss.ratio_clip_max=0.28 {_NO_KL}",
-        "[2503.14476](https://arxiv.org/abs/2503.14476). It has a higher upper clip bound, a mean over tokens, and "
-        "other prompts in place of groups with equal rewards. Its penalty on overlong answers is a reward function.",
+        "[2503.14476](https://arxiv.org/abs/2503.14476). It raises the upper clip bound, averages over all tokens, "
+        "and replaces groups with equal rewards by other prompts. Its penalty on overlong answers is the reward "
+        "function `overlong`.",
     ),
     Recipe(
         "GSPO",
@@ -167,8 +168,9 @@ RECIPES = (
     Recipe(
         "CISPO",
         f"algorithm=grpo data=arithmetic loss.use_cispo=true loss.ratio_clip_min=1.0 loss.ratio_clip_max=4.0 {_NO_KL}",
-        "[2506.13585](https://arxiv.org/abs/2506.13585). The ratio is clipped from above only and is a constant "
-        "weight, so every token has a gradient. The upper bound of 5 is from [ScaleRL](https://arxiv.org/abs/2510.13786).",
+        "[2506.13585](https://arxiv.org/abs/2506.13585). The ratio is clipped from above only, and is a constant "
+        "weight of log π, so every token has a gradient. The upper bound of 5 is from "
+        "[ScaleRL](https://arxiv.org/abs/2510.13786).",
     ),
     Recipe(
         "GMPO",
@@ -199,7 +201,8 @@ RECIPES = (
         "Rejection of mismatched sequences",
         "algorithm=grpo data=arithmetic loss.sequence_rejection_type=geometric loss.sequence_rejection_min=0.99 "
         f"loss.sequence_rejection_max=1.01 {_NO_KL}",
-        "Sequences have loss 0 if the probabilities of trainer and engine differ by more than 1 % per token. "
+        "A sequence has loss 0 if the geometric mean of its tokens' probability ratios between trainer and engine "
+        "differs from 1 by more than 1 %. "
         "`loss.sequence_rejection_type=k3` bounds the k3 estimate of the KL instead.",
     ),
     Recipe(
@@ -242,7 +245,7 @@ RECIPES = (
         "REINFORCE++-baseline",
         "algorithm=grpo data=arithmetic algorithm.advantage_estimator=reinforce_plus_plus_baseline "
         "loss.reference_policy_kl_type=k2",
-        "[2501.03262](https://arxiv.org/abs/2501.03262). Differences from the group's mean are whitened over the whole "
+        "[2501.03262](https://arxiv.org/abs/2501.03262). Rewards minus the group's mean are whitened over the whole "
         "batch, and the KL is in the loss.",
     ),
     Recipe(
@@ -281,14 +284,14 @@ RECIPES = (
     Recipe(
         "CPO",
         "algorithm=dpo loss=cpo data=gsm8k_pairs data.path=path/to/pairs",
-        "[2401.08417](https://arxiv.org/abs/2401.08417). It is DPO without a reference policy, with the likelihood of "
-        "chosen answers.",
+        "[2401.08417](https://arxiv.org/abs/2401.08417). It is DPO without a reference policy, and adds the "
+        "likelihood of chosen answers.",
     ),
     Recipe(
         "ORPO",
         "algorithm=dpo loss=orpo data=gsm8k_pairs data.path=path/to/pairs",
-        "[2403.07691](https://arxiv.org/abs/2403.07691). It is fine-tuning and preference in one loss, so it can start "
-        "from a pretrained model.",
+        "[2403.07691](https://arxiv.org/abs/2403.07691). Its one loss combines fine-tuning and preference, so it can "
+        "start from a pretrained model.",
     ),
 )
 
