@@ -32,20 +32,20 @@ def answers():
 
 
 class Policy:
-    """A policy whose logprob of a token is a hundredth of its id, and whose reference knows all tokens."""
+    """A policy whose logprob of a token is `factor` times its id, and that of whose reference `reference_factor` times."""
 
     reference = "itself"
     topology = ONE_RANK
 
-    def __init__(self, factor=0.01):
-        self.factor, self.asked = factor, []
+    def __init__(self, factor=0.01, reference_factor=0.0):
+        self.factor, self.reference_factor, self.asked = factor, reference_factor, []
 
     def get_logprobs(self, batch):
         self.asked.append(batch)
         return {"logprobs": self.factor * batch["input_ids"].float()}
 
     def get_reference_policy_logprobs(self, batch):
-        return {"reference_logprobs": torch.zeros(batch["input_ids"].shape)}
+        return {"reference_logprobs": self.reference_factor * batch["input_ids"].float()}
 
     def train(self, batch, loss_fn, **_):
         return {"loss": batch["sample_mask"].sum().item()}
@@ -106,6 +106,8 @@ def test_held_out_answers_are_compared_with_the_reference_point():
     """The rewards are 0.24, 0.22 and 0.67, and the point is 0.3767: the first is desirable and below it."""
     found, _ = HeldoutLabelled(answers(), 9, 5).evaluate(Policy())
     assert found == {"nll_per_token": 2.0, "label_accuracy": pytest.approx(2 / 3)}
+    preferred_by_reference, _ = HeldoutLabelled(answers(), 9, 5).evaluate(Policy(0.01, 0.02))
+    assert preferred_by_reference["label_accuracy"] == pytest.approx(1 / 3)
     without = Policy()
     without.reference = None
     assert HeldoutLabelled(answers(), 9, 5).evaluate(without)[0] == {"nll_per_token": 2.0}
