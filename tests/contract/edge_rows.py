@@ -176,7 +176,7 @@ ADVANTAGES = [
     Row("group_decoupled", "empty", lambda: A.group_decoupled(torch.zeros(0, 2), torch.ones(2), 2), NONE),
     Row("group_decoupled", "no scores", lambda: A.group_decoupled(nan * MASK, torch.ones(3), 2), torch.zeros(2)),
     Row("group_decoupled", "equal but for a missing score",
-        lambda: A.group_decoupled(T([[0.1]] * 7 + [[nan]]), torch.ones(1), 8), torch.zeros(8)),
+        lambda: A.group_decoupled(T([[0.1]] * 7 + [[nan]] + [[0.0], [1.0]] * 4), torch.ones(1), 8)[:7], torch.zeros(7)),
     Row("group_decoupled", "infinite stays visible",
         lambda: A.group_decoupled(T([[inf], [0.0]]), torch.ones(1), 2), T([nan, nan])),
     Row("group_decoupled", "no function", lambda: A.group_decoupled(FLAT, NONE, 2), refused("with K ≥ 1")),

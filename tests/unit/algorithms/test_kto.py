@@ -32,7 +32,7 @@ def answers():
 
 
 class Policy:
-    """A policy whose logprob of a token is `factor` times its id, and that of whose reference `reference_factor` times."""
+    """A policy whose logprob of a token is `factor` times its id. Its reference has the factor `reference_factor`."""
 
     reference = "itself"
     topology = ONE_RANK
