@@ -34,8 +34,8 @@ _UNFINISHED_NAME = re.compile(r"\.\d+\.incomplete$")
 def replace_file(path: Path, content: str | bytes, is_synced: bool = False) -> None:
     """Replace a file atomically: even if this process is killed, the file has its old or its whole new content.
 
-    With `is_synced`, the content is flushed to the disk before it replaces the old one, so a crash of the machine
-    leaves one of the two. If an OSError is raised, nothing of the new content is left.
+    With `is_synced`, the new content is flushed to the disk before it replaces the old, so this holds even if the
+    machine crashes. If an OSError is raised, nothing of the new content is left.
     """
     # Several processes may write the same file, such as report.html.
     partial = path.with_name(f"{path.name}.{os.getpid()}{_UNFINISHED}")
@@ -81,7 +81,7 @@ def remove_unfinished(directory: Path) -> None:
 def make_temporary_prefix(what: str, parent: Path | None = None) -> str:
     """Return a name prefix for temporary directories of this process; `what` is their purpose, in one word.
 
-    The first call for a purpose removes the directories with this purpose that processes of this machine have left in
+    The first call for a purpose removes directories of this kind that ended processes of this machine have left in
     `parent`, by default the system's temporary directory.
     """
     namespace = Path("/proc/self/ns/pid")  # processes of another namespace cannot be seen here
@@ -184,7 +184,7 @@ class WaitingWrites:
                 )
 
     def finish(self) -> None:
-        """Call the waiting writes, and raise their first OSError. On a full disk, the failed write keeps waiting."""
+        """Call the waiting writes, and raise their first OSError. While the disk is full, failed writes stay queued."""
         first_error = None
         for waiting in self._waiting.values():
             try:

@@ -1,8 +1,8 @@
 """Cache the tokens of data: on disk for large data, otherwise in memory.
 
-A second build of the same dataset uses these tokens: after the preflight and, for large data, on another rank or in a
-later run. Their key, which is also the name of the directory, is a digest of the text, the tokenizer, the settings of
-rendering and the versions of the code. So an entry is never updated, and can be deleted at any time.
+If the same dataset is built again, its tokens come from the cache: after the preflight and, for large data, on another
+rank or in a later run. The key of an entry, which is also its directory's name, is a digest of the text, the tokenizer,
+the rendering settings and the code's versions. So an entry is never updated, and can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Tokens:
 
 
 class TokenCache:
-    """A cache of tokens: on disk for large texts, and in memory for small ones; the least recently used are dropped."""
+    """A cache of tokens: on disk for large texts, otherwise in memory, where the least recently used are dropped."""
 
     def __init__(self, smallest: int = 4 * 2**20, most_in_memory: int = 16):
         """Initialize an empty cache.
@@ -123,7 +123,7 @@ CACHE = TokenCache()  # of this process
 
 
 class _Mapped(EncodedSequence):
-    """A sequence whose tokens stay in arrays, possibly of a mapped file, until a batch is made."""
+    """A sequence whose tokens stay in arrays, which may be memory-mapped files, until a batch is made."""
 
     def __init__(self, tokens: _Tokens, start: int, stop: int, record: Record) -> None:
         for name, value in {"tokens": tokens, "start": start, "stop": stop, "record": record}.items():
@@ -140,7 +140,7 @@ class _Mapped(EncodedSequence):
 
     @property
     def trained(self) -> bytes:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return one byte per token, 1 if it is learned."""
+        """Return one byte per token, 1 if the token is trained on."""
         return self.tokens.trained[self.start : self.stop].tobytes()
 
     @property
@@ -149,14 +149,14 @@ class _Mapped(EncodedSequence):
         return self.stop - self.start
 
     def truncate(self, limit: int) -> EncodedSequence | None:
-        """Return the first `limit` tokens, or None if none of them is learned."""
+        """Return the first `limit` tokens, or None if none of them is trained on."""
         return EncodedSequence(self.ids, self.trained, self.record).truncate(limit)
 
 
 def _encode_records(
     renderer: Renderer, records: Sequence[Record], kind: str, encode: Callable[[Record], list[EncodedSequence]]
 ) -> list[EncodedSequence]:
-    """Return the sequences of all records, equally many for each record."""
+    """Return the sequences of all records, the same number for each record."""
     if not records:
         return []
     texts = [serialize_record(record) for record in records]
@@ -181,7 +181,7 @@ def _encode_records(
 
 def serialize_record(record: Record) -> str:
     """Return, as JSON, everything in a record that its tokens may depend on."""
-    # A task's own prompt and answer need not be among the fields.
+    # The fields `prompt` and `answer` may differ from the task's own prompt and answer.
     task_texts = [record.prompt, record.answer] if isinstance(record, TaskRecord) else []
     return json.dumps([record.values, *task_texts], ensure_ascii=False, default=str, skipkeys=True)
 
@@ -211,7 +211,7 @@ def _digest(parts: Sequence[object]) -> str:
 
 
 def _find_directory(cache_dir: str | None, key: str) -> Path | None:
-    """Return the directory of an entry, or None if nothing is to be kept."""
+    """Return the directory of an entry, or None if `cache_dir` turns the cache off."""
     if cache_dir == OFF:
         return None
     if cache_dir is not None:

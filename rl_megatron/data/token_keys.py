@@ -25,14 +25,14 @@ def declare_token_keys(*keys: str) -> None:
 
 
 def is_token_key(key: str) -> bool:
-    """Return whether a key is one of the usual or declared ones, whose tensors may have a value for each token."""
+    """Return whether tensors under this key may have a value for each token: it is a usual or a declared key."""
     return key in _token_keys
 
 
 def is_per_token(key: str, value: Tensor, width: int) -> bool:
     """Return whether a tensor of a batch has a value for each token.
 
-    A tensor [B] under such a key has a value for each sequence.
+    A tensor [B] has a value for each sequence, whatever its key is.
 
     Args:
         key: Its key.

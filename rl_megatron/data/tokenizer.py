@@ -152,7 +152,7 @@ class Tokenizer:
         return encoding
 
     def is_added(self, token_id: int) -> bool:
-        """Return whether a token was added to the vocabulary, as special tokens are, and is not a result of merges."""
+        """Return whether a token was added to the vocabulary, as special tokens are, rather than made by merges."""
         return token_id in self._added
 
     @property
@@ -165,15 +165,15 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def decode_token(self, token_id: int) -> str:
-        """Return the text of one token, as it reads after another token."""
+        """Return the text of a token that follows another, with its leading space if it has one."""
         first = self.decode([token_id], skip_special_tokens=False)
         return self.decode([token_id, token_id], skip_special_tokens=False)[len(first) :]  # keeps a leading space
 
     def decode_tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token. Together they are the text of `ids`, with special tokens.
+        """Return the text of each token. Joined, they are the text of `ids`, with special tokens.
 
-        If several tokens encode one character, the first has its text, and the others have none. The bytes of a token
-        that belongs to no character are written as in `<0xE2>`.
+        If several tokens encode one character, the first gets its text, and the others get none. A token that belongs
+        to no character is written as its bytes, as in `<0xE2>`.
         """
         texts = [self.decode_token(token_id) for token_id in ids]
         first = 0
@@ -187,7 +187,7 @@ class Tokenizer:
         return texts
 
     def _find_character_end(self, ids: Sequence[int], texts: Sequence[str], first: int) -> int:
-        """Return the index after the tokens from `first` on that encode one character, or `first + 1` if none do."""
+        """Return the end index of the tokens from `first` on that encode one character; `first + 1` if none do."""
         for last in range(first + 1, min(first + _MOST_BYTES, len(texts)) + 1):
             if _REPLACEMENT not in texts[last - 1]:
                 break
@@ -247,7 +247,7 @@ def _get_content(declared: str | Mapping[str, Any] | None) -> str | None:
 
 
 def read_chat_templates(config: Mapping[str, Any], side_files: Mapping[str, str]) -> dict[str, str]:
-    """Return the chat templates of a tokenizer by name. Like transformers, prefer those in files of their own."""
+    """Return the chat templates of a tokenizer by name. As in transformers, separate files take precedence."""
     from_files = {
         "default" if name == "chat_template.jinja" else Path(name).stem: text
         for name, text in side_files.items()

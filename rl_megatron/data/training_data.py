@@ -40,7 +40,7 @@ def build_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Dataset:
 
 
 def check_dataset(stage: StageConfig, tokenizer: Tokenizer) -> Sequence[tuple[int, ...]]:
-    """Check that there are enough items for a batch; return for each item the numbers of tokens of its sequences.
+    """Check that there are enough items for a batch; return, for each item, the lengths of its sequences in tokens.
 
     Of streamed data, only the first block is checked.
     """
@@ -86,7 +86,7 @@ def build_loader(
     join: Callable[[list[BatchT], list[int]], BatchT],
     batches_per_step: int = 1,
 ) -> DataLoader[BatchT]:
-    """Return the loader of components, with the weights of the stage's mixture.
+    """Return a loader that mixes the components by the weights of the stage's mixture.
 
     Args:
         stage: The stage.
@@ -148,14 +148,14 @@ def _refuse_join(batches: list[BatchedDataDict], order: list[int]) -> BatchedDat
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """Prompts for a rollout engine, and the token with which the chat template ends a completion, if any."""
+    """Prompts for a rollout engine, and the id of the token with which the chat template ends a completion, if any."""
 
     prompts: list[EncodedPrompt]
     end_of_turn_ids: tuple[int, ...]
 
 
 def encode_prompts(stage: StageConfig, problems: Sequence[Problem], renderer: Renderer) -> EncodedPrompts:
-    """Return the prompts of problems as tokens, with space for a completion after each.
+    """Return the problems' prompts as tokens, each short enough to leave space for a completion.
 
     `data.too_long` decides what happens to a prompt that leaves too little space.
     """
@@ -207,7 +207,7 @@ class RolloutPrompts:
 
     @property
     def longest(self) -> int:
-        """Return the number of tokens of the longest prompt. Of streamed data, it is that of the first block."""
+        """Return the number of tokens of the longest prompt; of streamed data, only the first block counts."""
         return max(prompt.num_tokens for prompt in self._first)
 
     def at(self, step: int, round_: int = 0) -> list[EncodedPrompt]:

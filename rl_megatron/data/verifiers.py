@@ -1,8 +1,8 @@
 """Environments of the library `verifiers` ≥ 0.3.1: their examples, and rollouts with an OpenAI client.
 
 This module runs in an interpreter that has `verifiers` and may lack all other dependencies of this package. So it
-imports only the standard library and, when an environment is loaded, `verifiers`. As a program, it writes the examples
-of an environment to a file.
+imports only the standard library and, when an environment is loaded, `verifiers`. Run as a program, it writes the
+examples of an environment to a file.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class VerifiersEnvironment(Protocol):
     """The common interface of the library's two kinds of environments."""
 
     def examples(self, is_heldout: bool, limit: int | None) -> list[dict[str, object]]:
-        """Return the examples of its dataset as JSON values, each with `prompt`, `answer` and what `rollout` needs.
+        """Return the dataset's examples as JSON values, each with `prompt`, `answer` and what `rollout` needs.
 
         Args:
-            is_heldout: Whether to return the examples of its evaluation dataset; none if it has no such dataset.
-            limit: The most examples; None for all.
+            is_heldout: Whether to return the evaluation dataset's examples (none if there is no such dataset).
+            limit: The maximum number of examples; None for all.
         """
         ...
 
@@ -87,7 +87,7 @@ def _build(name: str, kwargs: Mapping[str, object]) -> Any:
 
 
 def _import_module(name: str) -> ModuleType:
-    """Return the module of an environment, which `verifiers` finds by the last part of its name."""
+    """Import the module that is named by the last part of an environment's name, as `verifiers` does."""
     module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
     taskset = f"verifiers.v1.tasksets.{module}"
     try:
@@ -108,11 +108,11 @@ def _adapt(environment: Any, name: str) -> VerifiersEnvironment:
 
 
 class RolloutFailed(RuntimeError):
-    """The error of a rollout that ended with an error, or with a reward that is not a number."""
+    """The error of a rollout that ended with an error, or with a reward that is not a finite number."""
 
 
 class ClassicEnvironment:
-    """An environment with the method `run_rollout`, in `verifiers` 0.3.1."""
+    """An environment that has the method `run_rollout`, as in `verifiers` 0.3.1."""
 
     def __init__(self, environment: Any, name: str):
         """Keep the environment, whose rewards must not compare the rollouts of a group."""
@@ -137,7 +137,7 @@ class ClassicEnvironment:
         return [_drop_empty_fields(example) for example in itertools.islice(read(), limit)]
 
     async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-        """Run one rollout, and return the environment's results. RolloutFailed is raised if it has no finite reward."""
+        """Run one rollout, and return its results; raise RolloutFailed if it has an error or no finite reward."""
         client = self._client_class(self._openai.with_options(base_url=base_url, api_key=api_key))
         output = await self._environment.run_rollout(dict(example), client, MODEL, {})
         if output.get("error"):
@@ -173,7 +173,7 @@ def _check_reward(reward: object) -> float:
 
 
 def _drop_empty_fields(example: Mapping[str, object]) -> dict[str, object]:
-    """Return an example of a dataset without its empty fields, which tables add."""
+    """Return an example without its None fields: a table gives every example all fields."""
     return json.loads(json.dumps({name: value for name, value in example.items() if value is not None}, default=str))
 
 
@@ -184,7 +184,7 @@ def _describe_error(error: object) -> str:
 
 
 def _build_from_taskset(name: str, kwargs: Mapping[str, Any]) -> object:
-    """Return the environment of an installed taskset, with keys of its configuration such as `agent` and `taskset`."""
+    """Return an installed taskset's environment; `kwargs` has keys of its configuration, such as `agent`."""
     import verifiers.v1 as library  # pyright: ignore[reportMissingImports]
 
     taskset = {**(kwargs.get("taskset") or {}), "id": name}
@@ -192,7 +192,7 @@ def _build_from_taskset(name: str, kwargs: Mapping[str, Any]) -> object:
 
 
 class TasksetEnvironment:
-    """An environment with the method `run_episode`. Each rollout starts its own servers, because it has its own key."""
+    """An environment with the method `run_episode`. Each rollout starts its own servers, for its own API key."""
 
     def __init__(self, environment: Any, name: str):
         """Keep the environment, whose configuration each rollout uses."""
@@ -214,7 +214,7 @@ class TasksetEnvironment:
         return [_build_example(number, task.data.model_dump(mode="json")) for number, task in tasks]
 
     async def rollout(self, example: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-        """Run an episode, and return its results; raise RolloutFailed unless it has one agent, with a finite reward."""
+        """Run an episode, and return its results; raise RolloutFailed unless it has one agent and a finite reward."""
         import verifiers.v1 as library  # pyright: ignore[reportMissingImports]
 
         task = self._find_task(example)
@@ -231,7 +231,7 @@ class TasksetEnvironment:
         return _read_episode(episode)
 
     def _find_task(self, example: Mapping[str, object]) -> object:
-        """Return the task of an example, which must be one of the taskset."""
+        """Return the task of an example, which must be from the taskset."""
         number = example.get("number")
         if not isinstance(number, int) or number < 0:
             raise RolloutFailed("the record is not an example of the taskset; set data.task.name=verifiers")

@@ -1,1 +1,1 @@
-"""Checks of a machine before a run: versions, devices, the network, storage, and what the experiment needs of them."""
+"""Checks of a machine before a run: its versions, devices, network and storage, and the needs of an experiment."""

@@ -1,4 +1,4 @@
-"""`rl-megatron doctor`: check a machine, and what an experiment needs of it, before a run."""
+"""`rl-megatron doctor`: check a machine before a run, and whether it has what an experiment needs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _COMPARED = ("rl-megatron", "torch", "megatron-core", "transformers", "transform
 
 
 def doctor(config: RunConfig | None, check_early: Callable[[RunConfig], None], as_json: bool = False) -> int:
-    """Print the findings about this machine, and return the exit status: 1 if any node has a problem, and 0 otherwise.
+    """Print the findings, and return the exit status: 1 if any node has a problem, and 0 otherwise.
 
     Under a launcher, the first rank of each node checks its machine, and all ranks check their communication.
 
     Args:
         config: The run whose needs are checked, or None to check only the machine.
-        check_early: The checks of paths and files that every command makes before it imports torch.
+        check_early: Checks paths and files, as every command does before it imports torch.
         as_json: Whether to print JSON.
     """
     is_first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0

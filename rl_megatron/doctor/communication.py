@@ -21,7 +21,7 @@ _TIMEOUT_MINUTES = 2.0
 _SIZES = (8, 64 << 10, 1 << 20, 16 << 20)  # bytes
 _LARGE_SIZES = (256 << 20,)  # on GPUs
 _FEW, _MANY = 5, 20  # repetitions of large and small messages
-_SLOW_NCCL = 1e9  # bytes a second, which TCP also reaches
+_SLOW_NCCL = 1e9  # bytes per second; a speed that TCP reaches, too
 
 
 def join_ranks(device: str, timeout_minutes: float = _TIMEOUT_MINUTES) -> tuple[torch.device | None, list[Finding]]:
@@ -32,7 +32,7 @@ def join_ranks(device: str, timeout_minutes: float = _TIMEOUT_MINUTES) -> tuple[
         dist.all_reduce(probe)
     except ConfigError as error:
         return None, [refusal(_CHECK, error)]
-    except RuntimeError as error:  # torch raises it for addresses, interfaces and timeouts alike
+    except RuntimeError as error:  # torch raises it for wrong addresses, wrong interfaces and timeouts
         remedy = (
             "check MASTER_ADDR, firewalls between the nodes, and GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; "
             "NCCL_DEBUG=INFO logs more"
@@ -81,7 +81,7 @@ def judge_transfers(transfers: Sequence[Transfer], backend: str, ranks: int) -> 
 
 
 def compare_nodes(versions: Sequence[tuple[str, dict[str, str | None]]]) -> list[Finding]:
-    """Report the versions that differ between nodes; `versions` has each node's name and its versions."""
+    """Report the versions that differ from the first node's; `versions` has each node's name and versions."""
     first, first_versions = versions[0]
     findings = []
     for host, host_versions in versions[1:]:
@@ -99,9 +99,9 @@ def compare_nodes(versions: Sequence[tuple[str, dict[str, str | None]]]) -> list
 def gather_findings(
     findings: Sequence[Finding], versions: dict[str, str | None]
 ) -> tuple[list[Finding], list[Finding]]:
-    """Return the findings of all nodes, with the nodes' names, and how the nodes differ. Collective.
+    """Return the findings of all nodes, with the nodes' names, and findings about differing versions. Collective.
 
-    `findings` and `versions`, which are this node's, are empty on all but the first rank of the node.
+    `findings` and `versions` are this node's, and are empty on all but the first rank of the node.
     """
     answer = json.dumps([socket.gethostname(), [asdict(finding) for finding in findings], versions])
     answers = [json.loads(text) for text in Ranks.detect().gather(answer)]

@@ -1,4 +1,4 @@
-"""Check the GPUs of this machine: the driver, torch's build, the number of ranks, and memory that is in use."""
+"""Check that the GPUs of this machine fit torch's build and the number of ranks, and that their memory is free."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_megatron.doctor.versions import Installed
 
 _SECONDS = 30
 _CHECK = "devices"
-_USED_SHARE = 0.1  # of a GPU's memory: if more is in use, a warning follows
+_USED_SHARE = 0.1  # a warning follows if a larger share of a GPU's memory is in use
 _CUDA_OF_DRIVER = re.compile(r"CUDA(?: UMD)? Version\s*:\s*(\d+)\.(\d+)")
 
 
@@ -63,16 +63,16 @@ def read_gpus() -> Gpus:
 
 
 def _compute_share(used: str, total: str) -> float:
-    """Return a share of memory; some GPUs report "[N/A]", which counts as nothing in use."""
+    """Return the share of memory in use; it is 0 for a GPU that reports "[N/A]"."""
     return float(used) / float(total) if used.isdigit() and total.isdigit() and float(total) else 0.0
 
 
 def check_devices(
     gpus: Gpus, installed: Installed, device: str = "auto", environment: Mapping[str, str] = os.environ
 ) -> list[Finding]:
-    """Check that the ranks of this node find the devices that they compute on; `device` is the key `device`.
+    """Check that this node has the devices that its ranks need; `device` is the value of the key `device`.
 
-    LOCAL_WORLD_SIZE in `environment`, or otherwise NPROC_PER_NODE, is the number of ranks of this node.
+    The number of ranks of this node is LOCAL_WORLD_SIZE in `environment`, or NPROC_PER_NODE if that is not set.
     """
     if device == "cpu":
         return [ok(_CHECK, "device=cpu: ranks compute on the CPU")]
@@ -91,7 +91,7 @@ def check_devices(
 
 
 def _check_build(gpus: Gpus, installed: Installed) -> list[Finding]:
-    """Compare torch's CUDA version with the driver's. Within a major version, an older driver is enough."""
+    """Compare torch's CUDA version with the driver's. An older driver of the same major version is enough."""
     if installed.find_module("torch") is None:
         return []  # `check_versions` reports it
     cuda = installed.find_torch_cuda()

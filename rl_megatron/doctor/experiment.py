@@ -15,9 +15,9 @@ from rl_megatron.doctor.findings import Finding, ok, problem, refusal, warning
 from rl_megatron.runs.rerun import find_earlier_run
 from rl_megatron.topology.degrees import validate
 
-_SMALL_SHARE = 0.5  # of the embedding's rows; a tokenizer with fewer tokens is probably another model's
+_SMALL_SHARE = 0.5  # a tokenizer with fewer tokens than this share of the embedding's rows is probably another model's
 _SECONDS = 120
-# Prints the version of a distribution and, for the plugin, that of this package.
+# Prints the versions of a server's distribution and of this package, which has the plugin for vLLM.
 _PROGRAM = """
 import importlib.metadata as metadata
 for name in ({name!r}, "rl_megatron"):
@@ -33,7 +33,7 @@ _SERVERS = {
 
 
 def check_files(config: RunConfig, check_early: Callable[[RunConfig], None]) -> list[Finding]:
-    """Check that the experiment's files can be read, by the checks that commands make before they import torch."""
+    """Check that the experiment's files can be read, as every command does before it imports torch."""
     try:
         check_early(config)
     except ConfigError as error:
@@ -42,7 +42,7 @@ def check_files(config: RunConfig, check_early: Callable[[RunConfig], None]) -> 
 
 
 def check_layout(config: RunConfig, environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Check that the parallel degrees fit the number of ranks, under a launcher."""
+    """Check, under a launcher, that the parallel degrees fit the number of ranks."""
     if "WORLD_SIZE" not in environment:
         return []
     world_size = int(environment["WORLD_SIZE"])
@@ -78,7 +78,7 @@ def check_tokenizer(config: RunConfig) -> list[Finding]:
 
 
 def check_servers(config: RunConfig) -> list[Finding]:
-    """Check that the Python environments of servers that the run starts have a tested version of the server."""
+    """Check that each server that the run starts has a tested version in its Python environment."""
     findings = []
     checked = set()
     for stage in config.stages.values():

@@ -1,4 +1,4 @@
-"""The findings of `rl-megatron doctor`, with their remedies, and how they are printed."""
+"""The findings of `rl-megatron doctor` with their remedies, and the functions that print them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Finding:
 
     Attributes:
         check: The check's name, such as "ports".
-        state: "problem" if a run would fail or give wrong results, "warning" if it would be slow or was not tried.
+        state: "problem" if a run would fail or give wrong results, "warning" if it would be slow or is untested.
         remedy: What to do; empty if there is nothing to do.
         host: The node, if several were checked.
     """
@@ -40,7 +40,7 @@ class Transfer:
     Attributes:
         size: The bytes of each rank's message.
         seconds: The mean time.
-        bandwidth: Bytes that each rank sends and receives in a second (the bus bandwidth).
+        bandwidth: The bytes per second that each rank sends, and also receives (the bus bandwidth).
     """
 
     size: int
@@ -54,17 +54,17 @@ def ok(check: str, message: str) -> Finding:
 
 
 def warning(check: str, message: str, remedy: str) -> Finding:
-    """Return a finding of something that is slow or untested, although a run works."""
+    """Return the finding that something is slow or untested, although a run works."""
     return Finding(check, "warning", message, remedy)
 
 
 def problem(check: str, message: str, remedy: str) -> Finding:
-    """Return a finding of something that makes a run fail or give wrong results."""
+    """Return the finding that something makes a run fail or give wrong results."""
     return Finding(check, "problem", message, remedy)
 
 
 def refusal(check: str, error: Exception) -> Finding:
-    """Return the problem that a `ConfigError` describes; its remedy follows the last semicolon."""
+    """Return the problem that a `ConfigError` describes; the remedy is the text after its last semicolon."""
     message, _, remedy = str(error).rpartition("; ")
     return problem(check, message, remedy) if message else problem(check, remedy, "")
 
@@ -75,7 +75,7 @@ def count_state(findings: Sequence[Finding], state: State) -> int:
 
 
 def print_report(findings: Sequence[Finding], transfers: Sequence[Transfer], console: Console) -> None:
-    """Print a line for each finding, with its remedy below, a table of transfers, and the number of problems."""
+    """Print each finding with its remedy below, then a table of transfers, and the numbers of problems and warnings."""
     table = Table.grid(padding=(0, 2))
     for finding in findings:
         name = f"{finding.check} ({finding.host})" if finding.host else finding.check

@@ -1,4 +1,4 @@
-"""Check the shared memory and the ports of a node, and its limits for programs of the model."""
+"""Check the shared memory and the ports of a node, and whether it can limit programs that the model writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MORE_SHARED = (
 
 
 def check_shared_memory(config: RunConfig | None = None, path: Path = SHARED_MEMORY) -> list[Finding]:
-    """Check that shared memory is large enough for NCCL, and for weight syncs that use it."""
+    """Check that shared memory is large enough for NCCL, and for weight syncs through shared memory."""
     if not path.is_dir():
         return [problem("shared memory", f"there is no {path}", f"mount a tmpfs at {path}")]
     free = shutil.disk_usage(path).free
@@ -45,7 +45,7 @@ def check_shared_memory(config: RunConfig | None = None, path: Path = SHARED_MEM
 
 
 def check_limits_of_programs(config: RunConfig | None = None) -> list[Finding]:
-    """Check that the system can limit what programs of the model do, if the run has such programs."""
+    """Check that the system can limit the programs that the model writes, if the run has such programs."""
     if config is None or not any(stage.runs_programs for stage in config.stages.values()):
         return []
     check, remedy = "programs of the model", "docs/security.md lists what is open; run the whole job in a container"
@@ -60,7 +60,7 @@ def _format_mib(size: float) -> str:
 def check_ports(config: RunConfig | None = None, environment: Mapping[str, str] = os.environ) -> list[Finding]:
     """Check that the ports on which ranks and servers of this node will listen are free.
 
-    MASTER_PORT is checked only if no launcher has started ranks, because a launcher uses it.
+    MASTER_PORT is checked only if no launcher has started this process, because a launcher already uses the port.
     """
     findings, checked = [], []
     port = environment.get("MASTER_PORT")

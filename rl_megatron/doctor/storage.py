@@ -15,9 +15,9 @@ from rl_megatron.doctor.findings import Finding, ok, problem, warning
 from rl_megatron.model.sharded_shape import ShardedShape, element_bytes, optimizer_bytes_per_element
 
 _CHECK = "storage"
-_PROBE_BYTES = 32 << 20  # of the file that is written to measure the speed
+_PROBE_BYTES = 32 << 20  # the size of the file that is written to measure the speed
 _BLOCK = 1 << 20
-_LONG_SAVE = 900.0  # seconds: if one rank writes a checkpoint for longer, a warning follows
+_LONG_SAVE = 900.0  # seconds; a warning follows if one rank would need longer to write a checkpoint
 _GB = 1e9
 
 
@@ -38,7 +38,7 @@ def estimate_export_bytes(stage: StageConfig) -> int:
 
 
 def estimate_run_bytes(config: RunConfig) -> int:
-    """Return the space for the checkpoints and exports that are kept, and for one more that is being written."""
+    """Return the bytes of all checkpoints and exports that are kept, and of one more while it is written."""
     total = largest = 0
     for stage in config.stages.values():
         train = stage.train
@@ -50,7 +50,7 @@ def estimate_run_bytes(config: RunConfig) -> int:
 
 
 def check_storage(output_dir: Path, config: RunConfig | None = None) -> list[Finding]:
-    """Check that a run can keep its checkpoints in `output_dir`, by writing to a directory that is removed again."""
+    """Check that a run can keep its checkpoints in `output_dir`, by writing to a temporary directory there."""
     home = output_dir.absolute()
     while not home.exists():
         home = home.parent
@@ -66,7 +66,7 @@ def check_storage(output_dir: Path, config: RunConfig | None = None) -> list[Fin
 
 
 def _check_files(scratch: Path) -> tuple[list[Finding], float]:
-    """Return the findings about renames and locks, and the bytes that are written in a second."""
+    """Return the findings about renames and locks, and the speed of writing in bytes per second."""
     findings, old, new = [], scratch / "step.incomplete", scratch / "step"
     old.mkdir()
     (old / "file").write_text("1")
@@ -86,9 +86,7 @@ def _check_files(scratch: Path) -> tuple[list[Finding], float]:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             message = f"{scratch.parent} has no locks ({error.strerror}), so a second run in it would not be noticed"
-            findings.append(
-                warning(_CHECK, message, "mount it with locks, or take care that one run uses it at a time")
-            )
+            findings.append(warning(_CHECK, message, "mount it with locks, or let only one run at a time use it"))
     block, began = os.urandom(_BLOCK), time.perf_counter()
     with (scratch / "speed").open("wb", buffering=0) as file:
         for _ in range(_PROBE_BYTES // _BLOCK):

@@ -16,7 +16,7 @@ from rl_megatron.doctor.findings import Finding, ok, problem, warning
 # Distributions whose requirements are compared with what is installed.
 _COMPARED = ("torch", "megatron-core", "transformers", "numpy", "tokenizers")
 _LAST_FOR_311 = Version("0.16.1")  # the last megatron-core for Python 3.11
-_TRIED = {(3, 11): "0.16.1", (3, 12): "0.19.2"}  # constraints.txt: the megatron-core that a Python was tried with
+_TRIED = {(3, 11): "0.16.1", (3, 12): "0.19.2"}  # the megatron-core of constraints.txt for each Python
 _OLDEST_TRANSFORMER_ENGINE = Version("2.0")
 _OLDEST_TRITON = Version("3.2")
 _INSTALL = "scripts/install.sh installs the versions of constraints.txt"
@@ -64,7 +64,7 @@ class Installed:
 
 
 def check_versions(installed: Installed, python: tuple[int, int] | None = None) -> list[Finding]:
-    """Check that what is installed fits the requirements of this package and of its main dependencies."""
+    """Check that the installed versions fit the requirements of this package and of its main dependencies."""
     python = python or (sys.version_info.major, sys.version_info.minor)
     findings = [*_check_python(installed, python), *_check_ranges(installed), *_check_requirements(installed)]
     if findings:
@@ -105,12 +105,12 @@ def _check_python(installed: Installed, python: tuple[int, int]) -> list[Finding
 
 
 def _check_ranges(installed: Installed) -> list[Finding]:
-    """Compare what is installed with the ranges of setup.py."""
+    """Compare the installed versions with the ranges of setup.py."""
     if installed.find_version("rl-megatron") is None:
         return [
             warning(
                 "versions",
-                "this package runs from its sources and is not installed, so its ranges cannot be compared",
+                "this package runs from its sources and is not installed, so its version ranges are unknown",
                 "pip install --no-deps --editable . in the repository",
             )
         ]
@@ -131,7 +131,7 @@ def _check_ranges(installed: Installed) -> list[Finding]:
 
 
 def _check_requirements(installed: Installed) -> list[Finding]:
-    """Compare what is installed with the ranges that the most important packages require."""
+    """Compare the installed versions with the ranges that the most important packages require."""
     findings = []
     for name in _COMPARED:
         for needed in installed.list_requirements(name):
@@ -156,7 +156,7 @@ def check_transformer_engine(installed: Installed, has_gpu: bool) -> list[Findin
     if version is None:
         if not has_gpu:
             return [ok(name, "not installed; it needs a GPU")]
-        return [warning(name, "not installed, so that layers use the slower portable torch modules", extra)]
+        return [warning(name, "not installed, so layers use the slower portable torch modules", extra)]
     if Version(version) < _OLDEST_TRANSFORMER_ENGINE:
         return [problem(name, f"{version} is older than {_OLDEST_TRANSFORMER_ENGINE}", f"{extra} --upgrade")]
     if installed.find_module("transformer_engine_torch") is None:
@@ -197,7 +197,7 @@ def check_triton(installed: Installed, has_gpu: bool) -> list[Finding]:
         if not has_gpu:
             return [ok("Triton", "not installed; its kernels need a GPU")]
         remedy = "install the triton that torch's CUDA build names: pip install --force-reinstall torch"
-        return [warning("Triton", "not installed, so that logprobs use the slower torch kernels", remedy)]
+        return [warning("Triton", "not installed, so logprobs use the slower torch kernels", remedy)]
     if version is not None and Version(version) < _OLDEST_TRITON:
         return [
             problem("Triton", f"{version} is older than {_OLDEST_TRITON}", f'pip install "triton>={_OLDEST_TRITON}"')

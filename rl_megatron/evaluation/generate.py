@@ -1,4 +1,4 @@
-"""Complete the prompts of files on a rollout engine, outside of training, for `rl-megatron generate`."""
+"""Complete prompts from files on a rollout engine, outside of training, for `rl-megatron generate`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CompletionJob:
         return len(self.prompts.prompts) * self.samples_per_prompt
 
     def locate(self, number: int) -> tuple[FilePrompt, int]:
-        """Return the prompt of completion `number`, and the number of the sample."""
+        """Return the prompt of completion `number`, and the completion's number among the prompt's samples."""
         prompt, sample = divmod(number, self.samples_per_prompt)
         return self.prompts.prompts[prompt], sample
 
@@ -123,7 +123,7 @@ def _check_sampling(job: CompletionJob) -> Sampling:
 def load_engine(
     stage: StageConfig, weights: Path, tokenizer: Tokenizer, layout: Topology, directory: Path, sampling: Sampling
 ) -> Iterator[RolloutEngine]:
-    """Yield the stage's rollout engine with trained weights but no optimizer, and close it afterwards.
+    """Load trained weights without an optimizer; yield the stage's rollout engine for them, and close it afterwards.
 
     `weights` is a checkpoint or a Hugging Face directory. The engine shares files with its processes in `directory`,
     and the logprob check uses `sampling`.
@@ -153,7 +153,7 @@ def _generate(job: CompletionJob, sampling: Sampling, engine: RolloutEngine, don
     """Generate the completions from number `done` on, and write them block by block.
 
     The random numbers of a completion depend on `--seed`, on the number of its block and on its index in the block.
-    They do not depend on where the command continues, on the engine, or on what is decoded together.
+    They do not depend on where the command continues, on the engine, or on which completions are decoded together.
     """
     total, began, tokens, first = job.num_completions, time.perf_counter(), 0, done
     with _show_progress(total) as show:
@@ -172,7 +172,7 @@ def _generate(job: CompletionJob, sampling: Sampling, engine: RolloutEngine, don
             done = numbers.stop
     seconds = time.perf_counter() - began
     log.LOGGER.info(
-        "%s: %d completions of %d tokens in %.1f s (%.0f tokens/s, weight sync and logprob check included)",
+        "%s: %d completions, together %d tokens, in %.1f s (%.0f tokens/s, weight sync and logprob check included)",
         *(job.output.path, done - first, tokens, seconds, tokens / seconds),
     )
 
@@ -204,7 +204,7 @@ def _build_lines(
 def _show_progress(total: int) -> Iterator[Callable[[int, int], None]]:
     """Show the number of completions on rank 0. Yield a function to call with the start and size of each block.
 
-    Within a block, the progress reports of the engine are shown.
+    Within a block, the engine's progress reports update the number.
     """
     console = Console(stderr=True, quiet=not log.is_main_rank())
     columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())

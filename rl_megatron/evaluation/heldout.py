@@ -1,7 +1,7 @@
 """Evaluation on held-out data: likelihood of text, preference within pairs, and accuracy by a task's rewards.
 
-The kind of the held-out data determines the evaluation of a stage. A plugin's data source with a new kind of data
-registers an evaluation for it.
+The kind of the held-out data determines the evaluation of a stage. A plugin that adds a data source with a new kind of
+data registers an evaluation for that kind.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Evaluation(ABC):
         return self
 
     def item_lengths(self) -> list[list[int]]:
-        """Return, for each item that the model reads, the number of tokens of each of its sequences."""
+        """Return, for each item that the model reads, the lengths of its sequences in tokens."""
         return []
 
 
@@ -82,7 +82,7 @@ def register_evaluation(kind: str) -> Callable[[EvaluationT], EvaluationT]:
 
 
 def metric_names(stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
-    """Return the names of the eval metrics on the stage's held-out data; some need a reference policy."""
+    """Return the names of the eval metrics on the stage's held-out data; some exist only with a reference policy."""
     return EVALUATIONS[stage.data.heldout_kind].metric_names(stage, has_reference)
 
 
@@ -95,7 +95,7 @@ def build_evaluation(stage: StageConfig, tokenizer: Tokenizer) -> Evaluation:
 @register_evaluation(ANSWERS)
 @dataclass(frozen=True)
 class HeldoutAnswers(Evaluation):
-    """Held-out sequences. The likelihood of their tokens with token_mask 1 is evaluated."""
+    """Held-out sequences. The likelihood of the tokens whose `token_mask` is 1 is evaluated."""
 
     batch: BatchedDataDict
 
@@ -131,7 +131,7 @@ class HeldoutText(HeldoutAnswers):
 
     @classmethod
     def from_stage(cls, stage: StageConfig, heldout: HeldoutBatch, tokenizer: Tokenizer) -> Self:
-        """Return the evaluation on the held-out text, for which the data source sets `tokens_per_character`."""
+        """Return the evaluation on the held-out text; the data source must set its `tokens_per_character`."""
         if heldout.tokens_per_character is None:
             raise TypeError(
                 f"data.source={stage.data.source} holds out text without tokens_per_character: set it in HeldoutBatch"
@@ -154,7 +154,7 @@ class HeldoutPairs(Evaluation):
     """Held-out pairs: chosen sequences 0, 2, 4 …, rejected sequences 1, 3, 5 ….
 
     Attributes:
-        per_token: Whether answers are compared by their mean log-probability per token, rather than by the sum.
+        per_token: Whether answers are compared by their mean log-probability per token, rather than by their total.
     """
 
     batch: BatchedDataDict
@@ -166,7 +166,7 @@ class HeldoutPairs(Evaluation):
 
     @classmethod
     def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:
-        """Return the names of the eval metrics; those of the reward only if the algorithm has a reference policy."""
+        """Return the names of the eval metrics, which include the reward's if the algorithm has a reference policy."""
         names = ("preference_accuracy", "preference_margin")
         return names + (("reward_accuracy", "reward_margin") if has_reference else ())
 

@@ -33,12 +33,12 @@ class ProblemResult:
 
 
 def results_file(output_dir: Path, stage: str, name: str, step: int) -> Path:
-    """Return the file of the results of a set at a step of a run."""
+    """Return the path of the file with a set's results at a step of a run."""
     return output_dir / "evaluations" / stage / name / f"step-{step:06}.parquet"
 
 
 def write_results(path: Path, results: Sequence[ProblemResult], right_from: float, digest: str) -> None:
-    """Write a table with one problem in each row. A file that exists is replaced as a whole.
+    """Write a table with one problem in each row. An existing file is replaced atomically.
 
     `right_from` is the lowest reward of a right sample. The file keeps the digest of the set's problems and sampling.
     """
@@ -55,7 +55,7 @@ def write_results(path: Path, results: Sequence[ProblemResult], right_from: floa
 
 
 def read_start_values(path: Path, digest: str) -> list[Mapping[str, float]] | None:
-    """Return the statistics of every problem at the run's start, or None if the file cannot be read or compared."""
+    """Return the statistics of every problem from the file, or None if it cannot be read or has another digest."""
     import pyarrow
     import pyarrow.parquet
 
@@ -64,10 +64,10 @@ def read_start_values(path: Path, digest: str) -> list[Mapping[str, float]] | No
     try:
         table = pyarrow.parquet.read_table(path, columns=[_VALUES])
     except (OSError, pyarrow.ArrowException) as error:
-        log.once(f"{path} cannot be read ({error}), so the evaluation is not compared with the run's start")
+        log.once(f"{path} cannot be read ({error}), so the evaluation is not compared with it")
         return None
     if (table.schema.metadata or {}).get(_DIGEST) != digest.encode():
-        log.once(f"{path} is of other problems or other sampling, so the evaluation is not compared with it")
+        log.once(f"{path} has results of other problems or other sampling, so the evaluation is not compared with it")
         return None
     return [json.loads(text) for text in table.column(_VALUES).to_pylist()]
 

@@ -51,12 +51,12 @@ class ScoredCompletions:
 class EvalSet:
     """One set of problems. It owns the workers that score its completions.
 
-    Completion number i is sample i // P of problem i % P, for P problems. Its random numbers depend on its number
-    alone, so a larger `n` does not change the first samples.
+    With P problems, completion number i is sample i // P of problem i % P. Its random numbers depend only on i, so a
+    larger `n` does not change the first samples.
 
     Attributes:
-        digest: The digest of everything that completions depend on besides the weights.
-        metric_names: The names of its metrics by which the best checkpoint can be chosen.
+        digest: The digest of the problems, the task and the sampling, and of `right_from`.
+        metric_names: The names of the set's metrics by which the best checkpoint can be chosen.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EvalSet:
         ranks: Ranks,
         models: RewardModels | None = None,
     ):
-        """Read the problems. `ranks` score together, and `models` are the reward models of the stage."""
+        """Read the problems. `ranks` score completions together; `models` are the stage's reward models."""
         self.config, self._tokenizer = config, tokenizer
         of_set = build_set_stage(stage, config)
         self._problems: SetProblems = read_set_problems(stage, config)
@@ -155,7 +155,7 @@ class EvalSets:
         self._runner = runner
 
     def select_due(self, step: int, last: bool) -> list[EvalSet]:
-        """Return the sets that are evaluated after a step; step 0 is before the first one."""
+        """Return the sets that are evaluated after a step; step 0 means before the first step."""
         if last or step == 0:
             return list(self.sets)
         intervals = (self._every if eval_set.config.every is None else eval_set.config.every for eval_set in self.sets)
@@ -191,12 +191,12 @@ class EvalSets:
 
 
 def is_multiple(step: int, every: int) -> bool:
-    """Return whether something that happens every `every` steps is due after a step; 0 means never."""
+    """Return whether something that happens every `every` steps is due after a step; `every` = 0 means never."""
     return bool(every) and step % every == 0
 
 
 def list_set_metric_names(stage: StageConfig, tokenizer: Tokenizer) -> dict[str, EvalSetConfig]:
-    """Return the names of the metrics by which the best checkpoint can be chosen, each with its set."""
+    """Return the names of the metrics by which the best checkpoint can be chosen, each with its set's configuration."""
     sets = [EvalSet(stage, config, tokenizer, Ranks()) for config in stage.eval.sets]
     return {name: eval_set.config for eval_set in sets for name in eval_set.metric_names}
 

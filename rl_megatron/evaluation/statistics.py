@@ -1,4 +1,4 @@
-"""Statistics of an evaluation with several samples of each problem: avg@k, pass@k, maj@k, and how certain they are.
+"""Statistics of an evaluation with several samples of each problem: avg@k, pass@k, maj@k, and their uncertainty.
 
 Samples of one problem are alike, so they carry less information than samples of different problems. Every standard
 error is therefore that of a mean over problems: it is clustered by problem. This module needs no torch.
@@ -24,7 +24,7 @@ class ProblemSamples:
         rewards: The reward of each sample.
         lengths: The number of tokens of each completion.
         truncated: Whether each completion ended without a stop token.
-        answers: The answer of each completion, None if it has none; None if the task does not read answers.
+        answers: The answer of each completion (None if it has no answer), or None if the task does not extract answers.
     """
 
     rewards: Sequence[float]
@@ -43,7 +43,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Change:
-    """The mean difference between two evaluations of the same problems, with the two-sided p-value of no change."""
+    """The mean difference between two evaluations of the same problems, with its two-sided p-value."""
 
     mean: float
     standard_error: float
@@ -53,7 +53,7 @@ class Change:
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """Return the unbiased estimate of the probability that at least one of k samples is right.
 
-    It is the share of the subsets of k samples that contain a right sample: 1 − C(n − c, k) / C(n, k).
+    If c of n samples are right, this is the share of size-k subsets with a right sample: 1 − C(n − c, k) / C(n, k).
 
     Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
 
@@ -68,7 +68,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
-    """Return the reward of the most frequent answer of a problem: its maj@k for all k samples.
+    """Return the reward of the most frequent answer of a problem: maj@k, with k the number of samples.
 
     Samples without an answer do not vote. If several answers are equally frequent, the result is the expected reward
     of a fair draw between them. It is 0 if no sample has an answer.
@@ -83,7 +83,7 @@ def majority(answers: Sequence[str | None], rewards: Sequence[float]) -> float:
 
 
 def compute_problem_values(samples: ProblemSamples, right_from: float) -> dict[str, float]:
-    """Return the statistics of one problem, whose means over problems are those of the set.
+    """Return the statistics of one problem. Their means over all problems are the statistics of the set.
 
     Args:
         samples: The samples of the problem.
@@ -103,9 +103,8 @@ def compute_problem_values(samples: ProblemSamples, right_from: float) -> dict[s
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of one value per problem, with its standard error.
 
-    If a value is the mean over samples of the problem, this is the standard error that is clustered by problem.
-
-    There must be at least one value.
+    If each value is a mean over its problem's samples, this standard error is clustered by problem. There must be at
+    least one value.
     """
     count = len(values)
     if not count:
@@ -117,11 +116,12 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def paired_change(now: Sequence[float], start: Sequence[float]) -> Change | None:
-    """Return the change of the mean over problems, given one value of each problem now and at the start.
+    """Return the change of the mean over problems, given each problem's value now and at the start.
 
-    Differences within problems do not vary with how hard the problems are, so smaller changes can be detected. The
-    p-value is that of a t-test with one degree of freedom less than there are problems. If all problems changed by the
-    same amount, t is undefined, and the p-value is that of a test with random signs: 2 / 2^problems.
+    A difference within one problem does not depend on how hard the problem is, so smaller changes can be detected. The
+    p-value is that of a t-test; its degrees of freedom are the number of problems − 1. If all problems changed by the
+    same amount, t is undefined. The p-value is then 1 if that amount is 0, and otherwise that of a test with random
+    signs: 2 / 2^problems.
 
     Returns:
         The change, or None if there is only one problem.

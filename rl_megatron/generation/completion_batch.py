@@ -54,7 +54,7 @@ def check_requests(requests: Iterable[Request], max_sequence_length: int, vocab_
 
 
 def generate(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling, seed: int) -> BatchedDataDict:
-    """Generate one completion for each prompt, and return them as a batch, equal on every rank. Collective.
+    """Generate one completion for each prompt, and return them as a batch, the same on every rank. Collective.
 
     Args:
         engine: The engine.
@@ -66,7 +66,7 @@ def generate(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling
         A batch, right-padded to the longest sequence of S tokens, with
 
         - `input_ids` [B, S]: prompt and completion;
-        - `prompt_lengths` [B], and `input_lengths` [B] with the completion, its stop token included;
+        - `prompt_lengths` [B]; `input_lengths` [B]: the tokens of prompt and completion, including a stop token;
         - `token_mask` [B, S] fp32: 1 on sampled tokens; `sample_mask` [B] fp32: ones;
         - `generation_logprobs` [B, S] fp32: log softmax(logits/temperature) of token t at entry t, *before* top-k and
           top-p, at temperature 1 if sampling is greedy; 0 outside the completion;
@@ -197,7 +197,7 @@ def _gather_experts(sequences: Sequence[SampledSequence], width: int) -> Tensor 
 
 
 def _concatenate(sequences: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """Return the numbers of all sequences, one sequence after the other."""
+    """Return the values of all sequences, one sequence after the other."""
     kind = np.float64 if dtype.is_floating_point else np.int64
     return torch.from_numpy(np.fromiter(chain.from_iterable(sequences), kind)).to(dtype)
 

@@ -1,4 +1,4 @@
-"""A file of completions as JSON lines, which a restarted command continues. This module needs no torch."""
+"""A JSON-lines file of completions that a restarted command continues. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BYTES_READ = 1 << 20
 class CompletionsFile:
     """A file with one line for each completion, in order, and a second file with the settings of the completions.
 
-    A command with other settings does not continue the file.
+    A command with other settings refuses to continue the file.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, object]):
@@ -35,7 +35,7 @@ class CompletionsFile:
         """Return how many complete lines the file has; 0 if there is no file.
 
         Raises:
-            ConfigError: The file cannot be written, was made with other settings, or has no settings beside it.
+            ConfigError: The file cannot be written, was made with other settings, or has no readable settings file.
         """
         check_output(self.path)
         if not self.path.exists():
@@ -50,7 +50,7 @@ class CompletionsFile:
         An incomplete line at its end, which a killed command may leave, is removed.
 
         Raises:
-            ConfigError: See `count_lines`; or another process writes to the file.
+            ConfigError: As in `count_lines`, or because another process writes to the file.
             OSError: The file cannot be written.
         """
         num_lines = self.count_lines()
@@ -113,7 +113,7 @@ def check_output(path: Path) -> None:
 
 
 def _find_end_of_lines(file: IO[bytes]) -> int:
-    """Return the size of a file up to its last line break."""
+    """Return the offset just after a file's last line break, or 0 if there is no line break."""
     end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - _BYTES_READ)

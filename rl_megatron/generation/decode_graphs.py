@@ -1,4 +1,4 @@
-"""Decoding steps in CUDA graphs: the host launches a step's thousand kernels with one call, instead of one by one."""
+"""Decoding steps in CUDA graphs: the host launches about a thousand kernels of a step with one call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_megatron import log
 from rl_megatron.generation.replica import Replica
 
 CudaGraphs = Literal["auto", "off"]
-_MOST_GRAPHS = 128  # each keeps its kernels' arguments on the host and the device, a few MB for a deep model
+_MOST_GRAPHS = 128  # each graph keeps its kernels' arguments on the host and the device, a few MB for a deep model
 
 
 class Graph(Protocol):
@@ -28,12 +28,12 @@ class Graph(Protocol):
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """Return the only stream for captures, because cuBLAS keeps 32 MiB on a Hopper GPU for each stream."""
+    """Return the stream for captures. There is only one, because cuBLAS keeps 32 MiB per stream on a Hopper GPU."""
     return torch.cuda.Stream()
 
 
 class CudaRecorder:
-    """A recorder of steps as CUDA graphs. All graphs share their memory, because no two run at the same time."""
+    """A recorder of steps as CUDA graphs. All graphs share a memory pool, because no two run at the same time."""
 
     def __init__(self, stream: torch.cuda.Stream | None = None):
         self._stream, self._pool = stream or _capture_stream(), torch.cuda.graph_pool_handle()
@@ -61,7 +61,7 @@ class CudaRecorder:
         try:
             graph.capture_end()
         except RuntimeError:
-            # After a failed capture, torch before 2.12 still allocates for it, so `torch.cuda.empty_cache` raises.
+            # After a failed capture, torch before 2.12 still allocates in its pool, so `torch.cuda.empty_cache` raises.
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
             raise
@@ -71,8 +71,8 @@ class DecodeGraphs:
     """The graphs of a decoder's steps.
 
     A graph reads and writes the memory that its step used. So all graphs are dropped if a tensor that outlives the step
-    has moved in memory. A step runs once before it is recorded, because the first call compiles or loads some kernels,
-    which a capture does not allow.
+    has moved in memory. A step runs once before it is recorded, because its first run compiles or loads some kernels,
+    which is not allowed in a capture.
     """
 
     def __init__(self, record: Callable[[Callable[[], None]], Graph], most_graphs: int = _MOST_GRAPHS):
@@ -89,7 +89,7 @@ class DecodeGraphs:
         self._addresses: tuple[int, ...] = ()
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
-        """Drop all graphs if any of the tensors that steps read or write has moved in memory."""
+        """Drop all graphs if one of these tensors, which steps read or write, has moved in memory."""
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
         if addresses != self._addresses:
             self._graphs.clear()
@@ -98,7 +98,7 @@ class DecodeGraphs:
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Run a step, or replay its graph. A step must not change anything on the host, or wait for the device.
 
-        The key has everything on which the step depends, except the tensors of `follow`.
+        The key must contain everything on which the step depends, except the tensors that are passed to `follow`.
         """
         if self._record is None or key not in self._graphs:
             step()
@@ -116,15 +116,15 @@ class DecodeGraphs:
             return record(step)
         except RuntimeError as error:
             self._record = None
-            self._graphs.clear()  # they may take the memory that the step lacked
+            self._graphs.clear()  # the graphs may occupy the memory that the step lacked
             log.once(f"decoding runs without CUDA graphs, because a step cannot be captured: {error}")
             return None
 
 
 def make_graphs(replica: Replica, mode: CudaGraphs) -> DecodeGraphs | None:
-    """Make the graphs of a replica's decoding steps; None if `generation.cuda_graphs` or the model does not allow them.
+    """Make the graphs of a replica's decoding steps, or return None if `mode`, the device or the model rules them out.
 
-    The reason why a model on a GPU cannot be captured is logged once.
+    If it is the model, the reason is logged once.
     """
     if mode == "off" or replica.device.type != "cuda":
         return None

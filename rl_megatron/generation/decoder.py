@@ -17,17 +17,17 @@ from rl_megatron.generation.requests import PartialCompletion
 from rl_megatron.generation.slots import Slots
 from rl_megatron.topology.transfer import send, to_host
 
-_WIDTH_STEP = 32  # widths of the cache are multiples of it, so that many steps have the same shapes
-# The same for captured steps. Capturing a step takes as long as dozens of replays, and reading columns without a token
-# is cheap compared with reading the weights.
+_WIDTH_STEP = 32  # the cache widths that steps use are multiples of it, so that many steps have the same shapes
+# The same for captured steps. It is larger, because capturing a step takes as long as dozens of replays, but reading
+# unused columns is cheap compared with reading the weights.
 _CAPTURED_WIDTH_STEP = 256
 _BATCH_STEP = 8  # the same for the number of slots on a GPU, where unused slots cost little
-PROMPT_TOKENS = {"cpu": 2048, "cuda": 16384}  # maximum per pass with padding, unless one prompt is longer
-_REFILL_SHARE = 16  # prompts are read once 1/16 of the slots is free, because reading few at a time is slow
+PROMPT_TOKENS = {"cpu": 2048, "cuda": 16384}  # maximum per pass, padding included, unless a single prompt is longer
+_REFILL_SHARE = 16  # prompts are read once 1/16 of the slots are free, because reading a few prompts at a time is slow
 
 
 class _State(NamedTuple):
-    """The state of a sequence: why it ended, None if it has not, and how many tokens it has in its slot."""
+    """The state of a sequence: why it ended (None if it has not), and how many tokens it generated in its slot."""
 
     end: Literal["stop", "length"] | None
     num_tokens: int
@@ -36,7 +36,7 @@ class _State(NamedTuple):
 class Decoder:
     """The running and waiting sequences of one model replica. It owns the cache and the state of the running ones.
 
-    All ranks of the replica make the same calls. With expert parallelism, all expert-parallel ranks do, because they
+    All ranks of the replica make the same calls. With expert parallelism, so do all expert-parallel ranks, because they
     compute each other's tokens: an idle rank runs one dummy token.
     """
 
@@ -45,8 +45,8 @@ class Decoder:
     ):
         """Begin without sequences; at most `max_slots` will run at the same time.
 
-        The decoder looks for ended sequences only after every `steps_per_check` steps, because it waits for the device
-        then. None means 8 on a GPU and 1 on a CPU.
+        The decoder looks for ended sequences only every `steps_per_check` steps, because each check waits for the
+        device. None means 8 on a GPU and 1 on a CPU.
         """
         self.replica, self.max_slots, self.device = replica, max_slots, replica.device
         self._steps_per_check = steps_per_check or (8 if replica.device.type == "cuda" else 1)
@@ -119,7 +119,7 @@ class Decoder:
     # --- prompts ---
 
     def _take(self, free: int) -> list[PartialCompletion]:
-        """Remove and return the next waiting sequences, at most as many as slots are free and as one pass may read.
+        """Remove and return the next waiting sequences: at most `free` of them, and no more than one pass may read.
 
         Sequences of similar lengths are read together, because all are padded to the longest. Equal prompts are read
         once.
@@ -187,14 +187,14 @@ class Decoder:
         count, samplings = self._choose_batch_size(), self._group_by_sampling()
         step = _WIDTH_STEP if self.graphs is None else _CAPTURED_WIDTH_STEP
         width = min(self._round_up(max(self._num_cached, default=0) + 1, step, 4), self.cache.capacity)
-        if self.graphs is None or len(samplings) > 1:  # the slots of several samplings are in new tensors
+        if self.graphs is None or len(samplings) > 1:  # several samplings need new index tensors, so no graph fits
             self._step(count, width)
         else:
             self.graphs.run((count, width, samplings[0][0]), partial(self._step, count, width))
         self._num_cached = [cached + 1 for cached in self._num_cached]
 
     def _step(self, count: int, width: int) -> None:
-        """Generate a token in each of the first `count` slots from `width` columns. The host's state is unchanged."""
+        """Generate a token in each of the first `count` slots from `width` cache columns. No host state changes."""
         positions = self.slots.position[:count]
         slots = torch.arange(count, device=self.device)
         self.cache.write_tokens(slots, positions, width)
@@ -207,9 +207,9 @@ class Decoder:
         return used if self.device.type == "cpu" else min(self._round_up(used, _BATCH_STEP, 2), len(self.slots.running))
 
     def _round_up(self, number: int, step: int, most: int) -> int:
-        """Round a number up to a multiple of a step.
+        """Round a number up to a multiple of `step`.
 
-        If steps are captured, there are at most `most` (2 or 4) results between two powers of 2, to limit the graphs.
+        With CUDA graphs, there are at most `most` (2 or 4) results between two powers of 2, to limit the graphs.
         """
         if self.graphs is not None:
             step = max(step, 1 << max(0, number.bit_length() - most.bit_length()))
@@ -221,7 +221,7 @@ class Decoder:
             self.graphs.follow([*self.slots.tensors(), *self.cache.tensors(), *self.replica.tensors()])
 
     def _draw(self, logits: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
-        """Return, for each of the first slots, its next token and the logprob, [count] each, on every rank."""
+        """Return the next tokens of the first `count` slots and their logprobs, [count] each, on every rank."""
         drawn = torch.zeros(2, count, dtype=torch.float64, device=self.device)  # ids are exact in fp64
         if logits is not None:
             uniforms = self.slots.get_next_uniforms(count)
@@ -249,7 +249,7 @@ class Decoder:
     # --- ends ---
 
     def _remove_ended(self) -> list[Completion]:
-        """Return the completions that ended, and move the last sequences into their slots."""
+        """Return the completions that ended, and fill their slots with the last sequences."""
         if not self.running:
             return []
         states = self._read_states()
@@ -265,7 +265,7 @@ class Decoder:
     def _read_states(self) -> list[_State]:
         """Return the state of each running sequence, waiting for the device once.
 
-        If a sequence has a stop string, `num_tokens` counts the tokens up to the end of that string.
+        If a sequence contains a stop string, `num_tokens` counts the tokens up to the end of that string.
         """
         count = len(self.running)
         columns = [~self.slots.running[:count], self.slots.stopped[:count], self.slots.generated[:count]]
@@ -284,7 +284,7 @@ class Decoder:
         return states
 
     def _find_stop_string(self, slot: int, generated: list[int]) -> int | None:
-        """Return the number of a slot's generated tokens up to the first stop string, or None if there is none."""
+        """Return the number of generated tokens up to the end of a slot's first stop string, or None if it has none."""
         sequence, first = self.running[slot], self._num_searched[slot] + 1
         texts = sequence.request.sampling.stop_strings
         if texts is None:
@@ -313,7 +313,7 @@ class Decoder:
     def _read_out_experts(self, slots: list[int], experts: Tensor) -> None:
         """Move the routed experts of slots, [slots, layers, capacity, k], from the device to their sequences.
 
-        The last token of a sequence was not read by the model, so it has none.
+        The last token of a sequence was not read by the model, so it has no routed experts.
         """
         by_position = to_host(self.replica.gather_stages(experts).transpose(1, 2))
         for slot, chosen in zip(slots, by_position, strict=True):

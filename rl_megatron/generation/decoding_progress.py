@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 from rl_megatron import log
 
-_SECONDS_BETWEEN = 0.25  # between two reports, because counting the ended sequences waits for the device
+_SECONDS_BETWEEN = 0.25  # the least time between two reports, because counting generated tokens waits for the device
 
 
 class DecodingProgress:
     """The progress of one call that generates sequences, batch by batch. It owns the number of generated sequences.
 
-    A running sequence counts in part (see `Decoder.sum_shares`), so that the number also grows within a batch. On a
-    rank without a watcher (`log.watch_progress`), these parts are not computed, because that waits for the device.
+    A running sequence counts by its generated share (see `Decoder.sum_shares`), so that the number also grows within a
+    batch. A rank without a watcher (`log.watch_progress`) leaves the shares out: computing them waits for the device.
     """
 
     def __init__(self, total: int, share: int = 1, clock: Callable[[], float] = time.monotonic):
@@ -26,9 +26,9 @@ class DecodingProgress:
         self._ended, self._next = 0, clock()
 
     def update(self, ended: int, shares: Callable[[], float], running: int) -> None:
-        """Report how many sequences have ended and are running, unless there was a report just before.
+        """Report how many sequences have ended and how many are running, unless the last report was just before.
 
-        `shares` returns the part of the running sequences that is generated; see `Decoder.sum_shares`.
+        `shares` returns the sum of the running sequences' generated shares; see `Decoder.sum_shares`.
         """
         if self._clock() >= self._next:
             self._report(int(ended + shares()) if log.has_watcher() else ended, f"{running} running")

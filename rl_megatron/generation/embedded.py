@@ -1,4 +1,4 @@
-"""The embedded rollout engine: it samples from the training model itself, with the same shards and no copy."""
+"""The embedded rollout engine: it samples from the training model itself, with its shards and without a copy."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from rl_megatron.training.megatron_policy import MegatronPolicy
 class EmbeddedEngine:
     """A `RolloutEngine` on a policy's own model chunks, under tensor and pipeline parallelism.
 
-    Requests are spread over data- and context-parallel ranks: generation needs no context parallelism, because a step
-    reads one token of each sequence. A sequence's random numbers depend on its request's seed alone, so rollouts do not
-    depend on the parallel layout beyond floating-point rounding.
+    Requests are spread over data-parallel and context-parallel ranks: generation needs no context parallelism, because
+    a step reads one token of each sequence. A sequence's random numbers depend on its request's seed alone, so rollouts
+    depend on the parallel layout only through floating-point rounding.
     """
 
     served = Served(version=None)
@@ -65,7 +65,7 @@ class EmbeddedEngine:
         replica = EmbeddedReplica(self.policy, self.records_routing)
         decoder = Decoder(replica, self.batch_size, make_graphs(replica, self.cuda_graphs))
         decoder.add([PartialCompletion(request) for request in share])
-        # Gather before any check: an error on one rank alone would leave the others waiting for its sequences.
+        # No check comes before the gather: if one rank raised an error, the others would wait for its sequences.
         completions = self._gather(self._decode(decoder, total))
         by_id = {completion.request_id: completion for completion in completions}
         return [by_id[request.request_id] for request in requests]
@@ -133,7 +133,7 @@ class EmbeddedReplica:
         if model.num_experts is not None:
             return "a step of a model with experts waits for the GPU"
         if model.full_attention_every is not None:
-            return "they have not been tried with the gated delta rule"
+            return "CUDA graphs have not been tried with the gated delta rule"
         return None
 
     def tensors(self) -> Iterator[Tensor]:
@@ -173,7 +173,7 @@ class EmbeddedReplica:
         return self.model_pass(tokens[:, None], angles, wants_logits=True)
 
     def gather_stages(self, experts: Tensor) -> Tensor:
-        """Sum the experts over pipeline stages, which have zeros in the layers of other stages; return int16."""
+        """Sum the experts over pipeline stages, each of which has zeros for other stages' layers; return int16."""
         if self.topology.pipeline > 1:
             experts = experts.int()  # gloo and NCCL cannot sum int16
             dist.all_reduce(experts, group=self.topology.groups.pp)
@@ -209,8 +209,8 @@ class ModelPass:
         """Compute all stages for tokens [b, s], with RoPE angles [s, 1 or b, 1 or 2, D], one stage after the other.
 
         Returns:
-            Vocab-parallel logits [b, V/tp] after the last column, on the last stage. None on other stages, and if
-            `wants_logits` is False because only the caches are needed.
+            Vocab-parallel logits [b, V/tp] after the last column, on the last stage; None on other stages. None also if
+            `wants_logits` is False, as when only the caches are needed.
         """
         ranks = dist.get_process_group_ranks(self.topology.groups.pp)
         previous = ranks[(self.topology.pipeline_rank - 1) % self.topology.pipeline]

@@ -1,6 +1,6 @@
-"""The task `ifeval`: prompts with instructions that a program can check, in the form of IFEval's files.
+"""The task `ifeval`, which reads IFEval's files: prompts with instructions that a program can check.
 
-Each instruction has a check of whether an answer follows it.
+`INSTRUCTIONS` maps each instruction to a function that checks whether an answer follows it.
 Source: Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models", arXiv:2311.07911.
 """
 
@@ -34,7 +34,7 @@ def follows(name: str, answer: str, options: Options) -> bool:
 
 
 def _satisfies(count: int, number: int, relation: str) -> bool:
-    """Return whether a count is "at least" or "less than" a number."""
+    """Return whether `count` has the `relation` ("at least" or "less than") to `number`."""
     return count < number if relation == "less than" else count >= number
 
 
@@ -218,11 +218,11 @@ class IFEval(FileTask):
     Args:
         path: A directory with `train.jsonl` and `test.jsonl`, or one file of which `heldout_fraction` is held out.
         heldout_fraction: The share of problems that is held out, if `path` is a file.
-        partial: Whether to reward the share of instructions that are followed. Otherwise only all of them give 1.
+        partial: Whether the reward is the share of followed instructions, instead of 1 if all are followed and else 0.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
-        ValueError: A line is malformed, an instruction is unknown, or it needs langdetect, which is not installed; the
+        ValueError: A line is malformed, or an instruction is unknown or needs langdetect, which is not installed. The
             message names file:line.
     """
 
@@ -235,7 +235,7 @@ class IFEval(FileTask):
             raise ValueError(f"{record.location}: the record has no field {missing[0]!r}, which IFEval's files have.")
         names, options = record.values["instruction_id_list"], record.values["kwargs"]
         if len(names) != len(options):
-            raise ValueError(f"{record.location}: there are {len(names)} instructions, and options for {len(options)}.")
+            raise ValueError(f"{record.location}: there are {len(names)} instructions, but {len(options)} 'kwargs'.")
         for name in names:
             if name not in INSTRUCTIONS:
                 raise ValueError(f"{record.location}: the instruction {name!r} is not one of IFEval's.")
@@ -250,7 +250,7 @@ class IFEval(FileTask):
         return Problem(record.values["prompt"], "", record.values, record.location)
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """Return 1.0 if the completion follows all instructions, otherwise 0.0; with `partial`, the share of them."""
+        """Return 1.0 if the completion follows all instructions, otherwise 0.0; with `partial`, the share followed."""
         names, options = problem.record["instruction_id_list"], problem.record["kwargs"]
         followed = [
             follows(name, completion, {key: value for key, value in of_name.items() if value is not None})

@@ -1,7 +1,7 @@
 """The task `math`: problems with a mathematical answer, such as those of MATH-500 and AIME.
 
-The library math-verify reads and compares answers. It parses LaTeX. It limits its own time with a signal, which only
-the main thread of a process can receive, so rewards are computed in that thread.
+The library math-verify reads and compares answers. It parses LaTeX. Its time limits use a signal, which only the main
+thread of a process can receive, so rewards are computed in that thread.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rl_megatron.data.tasks.file_task import FileTask
 from rl_megatron.data.tasks.registry import register_task
 from rl_megatron.data.tasks.task import Problem
 
-_SECONDS = 5  # time limit of parsing an answer, and of comparing two
+_SECONDS = 5  # time limit for parsing an answer, and for comparing two answers
 _REQUEST = "Put your final answer within \\boxed{}."
 
 
 @register_task("math")
 @dataclass(frozen=True)
 class Mathematics(FileTask):
-    r"""Problems from local files, with a problem and an answer, which math-verify compares.
+    r"""Mathematical problems from local files. math-verify compares a completion's answer with the record's.
 
     The prompt is the problem and, on a line of its own, "Put your final answer within \boxed{}.".
 
@@ -61,9 +61,9 @@ class Mathematics(FileTask):
         return float(are_equal(reference, read_answer(completion, _SECONDS), _SECONDS))
 
     def final_answer(self, completion: str) -> str | None:
-        """Return the completion's answer, a number in its shortest form, or None if math-verify finds no answer.
+        """Return the completion's answer as a string, or None if math-verify finds no answer in time.
 
-        A completion that takes too long to read has no answer.
+        A number is rounded to 10 digits.
         """
         try:
             answers = read_answer(completion, _SECONDS)
@@ -94,12 +94,12 @@ def read_answer(text: str, seconds: int) -> list[Any]:
         return parse(text, parsing_timeout=seconds, raise_on_error=True)
     except TimeoutException as error:
         raise TimeoutError(f"math-verify read for {seconds} seconds") from error
-    except Exception:  # like the library's default: what it cannot read is not an answer
+    except Exception:  # as by the library's default, a text that it cannot parse has no answer
         return []
 
 
 def read_reference(answer: str, seconds: int) -> list[object]:
-    r"""Parse a reference answer; if math-verify finds nothing, as in a bare `\frac{1}{2}`, parse it in `\boxed{}`."""
+    r"""Parse a reference answer; if nothing is found, as in a bare `\frac{1}{2}`, parse it again within `\boxed{}`."""
     reference = read_answer(answer, seconds) or read_answer(rf"\boxed{{{answer}}}", seconds)
     if not reference:
         raise ValueError(f"math-verify cannot read the reference answer {answer!r}")
@@ -115,6 +115,6 @@ def are_equal(reference: list[Any], answer: list[Any], seconds: int) -> bool:
         return verify(reference, answer, timeout_seconds=seconds, raise_on_error=True)
     except TimeoutException as error:
         raise TimeoutError(f"math-verify compared for {seconds} seconds") from error
-    # like the library's default: a pair that it cannot compare is unequal, but other pairs may be equal
+    # as by the library's default, a pair that it cannot compare is unequal, but other pairs may be equal
     except Exception:
         return verify(reference, answer, timeout_seconds=seconds)

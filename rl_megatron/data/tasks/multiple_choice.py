@@ -24,10 +24,10 @@ _ALONE = re.compile(r"\(?([A-Z])(?:[.):]|$)")  # a completion that begins with a
 
 @dataclass(frozen=True)
 class _Choices(FileTask):
-    """The base of tasks whose normalized records have `question`, `choices` and `answer`, a letter."""
+    """The base of tasks whose normalized records have the fields `question`, `choices` and `answer` (a letter)."""
 
     def problem(self, record: Record) -> Problem:
-        """Return the question with its choices, whose answer is a letter."""
+        """Return the problem: its prompt is the question with the choices, and its answer is a letter."""
         choices = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, record.values["choices"], strict=False)]
         prompt = "\n".join([str(record.values["question"]), *choices, _REQUEST, ""])
         return Problem(prompt, record.values["answer"], record.values, record.location)
@@ -57,11 +57,11 @@ class MultipleChoice(_Choices):
         heldout_fraction: The share of problems that is held out, if `path` is a file.
         question_field: The field of the records that has the question.
         choices_field: The field with the list of choices, or with a mapping that has the list under `text`.
-        answer_field: The field with the right choice: its number, counted from 0, its letter, or its text.
+        answer_field: The field with the right choice: its number (from 0), its letter or its text.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.
-        ValueError: A line is malformed, a field is missing, or no choice is the answer; the message names file:line.
+        ValueError: A line is malformed, a field is missing, or the answer names no choice; the message names file:line.
     """
 
     question_field: str = "question"
@@ -69,7 +69,7 @@ class MultipleChoice(_Choices):
     answer_field: str = "answer"
 
     def normalize(self, record: Record) -> Record:
-        """Return the record with the fields `question`, `choices` and `answer`, the letter of the right choice."""
+        """Return the record with the fields `question`, `choices` and `answer` (the letter of the right choice)."""
         self.require(
             record,
             [
@@ -115,7 +115,7 @@ class GPQA(_Choices):
     incorrect_fields: tuple[str, ...] = ("Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
 
     def normalize(self, record: Record) -> Record:
-        """Return the record with the fields `question`, `choices` and `answer`, the letter of the right choice."""
+        """Return the record with the fields `question`, `choices` and `answer` (the letter of the right choice)."""
         fields = [("question_field", self.question_field), ("answer_field", self.answer_field)]
         self.require(record, [*fields, *(("incorrect_fields", name) for name in self.incorrect_fields)])
         correct = str(record.values[self.answer_field]).strip()

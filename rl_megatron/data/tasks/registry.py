@@ -22,7 +22,7 @@ _PLAIN_METHODS = ("train_problems", "heldout_problems", "reward")
 
 
 def register_task(name: str) -> Callable[[TaskT], TaskT]:
-    """Return a class decorator that registers a dataclass with the methods of `Task`; its fields are its options.
+    """Return a class decorator that registers a dataclass with the methods of `Task`; its fields are the options.
 
     Raises:
         TypeError: The class is not a dataclass.
@@ -40,7 +40,7 @@ def register_task(name: str) -> Callable[[TaskT], TaskT]:
 
 
 def build_task(name: str, **options: object) -> Task:
-    """Return the task `name`, a registered name or the import string of a class, with these options.
+    """Build a task with these options; `name` is a registered name or the import string of a class.
 
     Raise ValueError if the task or an option is unknown, or a required option is missing.
     """
@@ -56,7 +56,7 @@ def build_task(name: str, **options: object) -> Task:
     task = call_task(name, lambda: task_class(**options))
     if hasattr(task, "demonstrations"):  # the class has all methods of `Task`
         return task
-    # `name` is an attribute here, but a class variable of the protocol
+    # each `PlainTask` has its own `name`, but the protocol declares a class variable
     return cast(Task, PlainTask(name, options, task))
 
 
@@ -66,7 +66,7 @@ def _rebuild_task(name: str, options: Mapping[str, object]) -> Task:
 
 
 def task_options(name: str) -> dict[str, bool]:
-    """Return the options of the task `name`, each with whether it is required."""
+    """Return the options of the task `name`, and whether each is required."""
     parameters = inspect.signature(_find_class(name)).parameters.values()
     named = [option for option in parameters if option.kind in (option.POSITIONAL_OR_KEYWORD, option.KEYWORD_ONLY)]
     return {option.name: option.default is option.empty for option in named}
@@ -88,7 +88,7 @@ def check_task_files(task: Task) -> None:
 
 
 def call_task(name: str, call: Callable[[], ResultT]) -> ResultT:
-    """Return `call()`, which builds the task `name` or calls one of its methods; their code may be a user's.
+    """Return the result of `call`, which builds the task `name` or calls one of its methods, and may run a user's code.
 
     A ValueError or an OSError is raised unchanged, because its message names what is wrong. Any other error becomes a
     ConfigError that names the task.
@@ -116,7 +116,7 @@ class PlainTask:
     and further fields for the reward. They may take `count` and `seed`. Demonstrations are the training problems with
     their answers.
 
-    A task is pickled as its import string with the options, from which another process builds it again.
+    A task is pickled as its import string and its options, from which another process rebuilds it.
 
     Args:
         name: The import string of the user's class.

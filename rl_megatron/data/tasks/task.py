@@ -48,7 +48,7 @@ class Problem:
         if not isinstance(self.prompt, str):
             raise ValueError(
                 f"the prompt of a problem is a {type(self.prompt).__name__} ({self.prompt!r:.80}); it must be text: "
-                "give messages as the field 'messages' of the problem's record, beside a prompt for people to read"
+                "put messages in the field 'messages' of the problem's record, and a readable text in the prompt"
             )
 
     def as_record(self) -> TaskRecord:
@@ -57,7 +57,7 @@ class Problem:
 
 
 class Demonstration(NamedTuple):
-    """A prompt and the text that answers it, for supervised fine-tuning; `record` and `location` as for `Problem`."""
+    """A prompt and its answer for supervised fine-tuning, with `record` and `location` as in `Problem`."""
 
     prompt: str
     answer: str
@@ -86,7 +86,7 @@ class Task(Protocol):
     name: ClassVar[str]
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """Return problems to learn from, none of which is held out."""
+        """Return training problems, none of which is held out."""
         ...
 
     def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
@@ -94,7 +94,7 @@ class Task(Protocol):
         ...
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
-        """Return training problems with the text that answers them."""
+        """Return the prompts of training problems with the texts that answer them."""
         ...
 
     def reward(self, problem: Problem, completion: str) -> float:

@@ -21,7 +21,7 @@ from rl_megatron.workers.child_process import build_module_command, list_user_pa
 
 EXAMPLE = "verifiers_example"  # the field of a record that the rollout worker passes back to the environment
 _EXPORT = "rl_megatron.data.verifiers"
-_SHOWN = 600  # how many last characters of a failed process's output a message shows
+_SHOWN = 600  # a message shows this many characters from the end of a failed process's output
 
 
 @register_task("verifiers")
@@ -34,7 +34,7 @@ class Verifiers:
         kwargs: The same as `rollout.environment.kwargs`.
         python: The same as `rollout.environment.python`.
         heldout_fraction: The share of examples that is held out if the environment has none for evaluation.
-        max_examples: The most examples that are read of each dataset; None for all.
+        max_examples: The maximum number of examples that are read from each dataset; None reads all.
 
     Raises:
         ConfigError: The environment cannot be loaded.
@@ -50,7 +50,7 @@ class Verifiers:
     max_examples: int | None = None
 
     def check_files(self) -> None:
-        """Read the examples. Held-out examples are not chosen, because that needs torch."""
+        """Read the examples, without splitting off held-out ones, because choosing them needs torch."""
         self._read()
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
@@ -71,7 +71,7 @@ class Verifiers:
         return 0.0
 
     def _split_examples(self) -> tuple[Sequence[Problem], Sequence[Problem]]:
-        """Return the problems to learn from, and those that are held out."""
+        """Return the training problems and the held-out problems."""
         train, heldout = self._read()
         if not heldout:
             number = max(1, round(len(train) * self.heldout_fraction))
@@ -96,7 +96,7 @@ class Verifiers:
 
 @cache
 def _export(name: str, kwargs: str, python: str | None, limit: int | None) -> tuple[list[Problem], list[Problem]]:
-    """Return the problems that a process in the environment's interpreter reads. The result is cached."""
+    """Read both datasets in a process of the environment's Python, and return their problems. The result is cached."""
     request = {"name": name, "kwargs": json.loads(kwargs), "limit": limit, "paths": list_user_paths()}
     with tempfile.TemporaryDirectory(prefix=disk.make_temporary_prefix("verifiers")) as scratch:
         file = Path(scratch) / "examples.json"
