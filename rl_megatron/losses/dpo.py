@@ -37,7 +37,7 @@ class DPOLossDataDict(TypedDict):
 class ReferencePreferenceLoss(LogprobPreferenceLoss):
     """A preference loss whose rewards are log-ratios to a reference policy.
 
-        r_b = Σ_t m_bt·( log π(y_bt) − log π_ref(y_bt) ),  with preference_average_log_probs divided by Σ_t m_bt
+        r_b = Σ_t m_bt·( log π(y_bt) − log π_ref(y_bt) ),  divided by Σ_t m_bt with preference_average_log_probs
 
     **data["reference_policy_logprobs"] [B, S] is rolled by −1**, as in NeMo RL. Its entry t corresponds to token t+1,
     so that `[:, :-1]` is aligned with the next-token logprobs. The last column is not read. For logprobs that are
@@ -68,12 +68,14 @@ class DPOLossFn(ReferencePreferenceLoss):
     """The DPO loss, L = w_p·L_pref + w_s·L_sft, by default with w_p = 1 and w_s = 0.
 
         L_pref = −Σ_pairs w·log σ( β·(r_chosen − r_rejected) ) / (N_seqs / 2),  r = log-ratios to the reference
-        L_sft  = −Σ_chosen s·Σ_t m_t·log π(y_t) / (N_seqs / 2),  s = sample_mask, Σ_t a mean with sft_average_log_probs
+        L_sft  = −Σ_chosen s·Σ_t m_t·log π(y_t) / (N_seqs / 2),  s = sample_mask
+
+    With sft_average_log_probs, the sum Σ_t in L_sft becomes a mean over the tokens that count.
 
     **data["reference_policy_logprobs"] is rolled by −1**: see `ReferencePreferenceLoss`. Pairs: see `PreferenceLoss`.
 
     Metrics: loss, preference_loss and sft_loss (both without their weights; sft_loss is 0 if w_s is 0), and the metrics
-    of `PreferenceLoss`, whose rewards do not include β.
+    of `PreferenceLoss`. Rewards do not include β.
 
     TRL's DPOTrainer computes the same L_pref with loss_type "sigmoid", or "sigmoid_norm" for
     preference_average_log_probs. TRL's rewards include β. TRL's "sft" is a mean over the tokens of chosen sequences,
@@ -116,11 +118,11 @@ class DPOLossFn(ReferencePreferenceLoss):
 
 @register_loss("ipo")
 class IPOLossFn(ReferencePreferenceLoss):
-    """The IPO loss, L = Σ_pairs w·( r_chosen − r_rejected − 1/(2τ) )² / (N_seqs / 2), with r log-ratios to a reference.
+    """The IPO loss, L = Σ_pairs w·( r_chosen − r_rejected − 1/(2τ) )² / (N_seqs / 2), r = log-ratios to a reference.
 
     **data["reference_policy_logprobs"] is rolled by −1**: see `ReferencePreferenceLoss`. For pairs, metrics and errors,
-    see `PreferenceLoss`. TRL's DPOTrainer computes the same with loss_type "ipo", τ as its beta, and
-    preference_average_log_probs=True here.
+    see `PreferenceLoss`. With preference_average_log_probs=True, the loss equals that of TRL's DPOTrainer with
+    loss_type "ipo" and beta=τ.
 
     Source: Azar et al. 2023 (arXiv:2310.12036), eq. 17.
     """

@@ -29,8 +29,8 @@ class DraftCrossEntropyLossDataDict(TypedDict):
     Attributes:
         token_mask: Which tokens count, [B, S].
         sample_mask: Which samples count, [B].
-        teacher_logits: The policy's logits, sharded, padded or packed like the draft's. Row t corresponds to token t+1.
-            They have no gradient.
+        teacher_logits: The policy's logits, in the same layout as the draft's. Row t corresponds to token t+1. They
+            have no gradient.
     """
 
     token_mask: Tensor
@@ -47,12 +47,12 @@ class DraftCrossEntropyLossFn(Loss):
     is a constant. Both distributions are at temperature 1.
 
     A draft with a smaller vocabulary needs `d2t`. The policy's distribution is then restricted to the draft's ids and
-    renormalised. If the vocabulary is sharded, the policy's columns are sent to the ranks that hold the draft's: see
-    `vocab_subset`. The policy's ids from valid_vocab_size on are padding, and so are columns after the draft's last id.
+    renormalised. If the vocabulary is sharded, the policy's columns are sent to the ranks that hold the draft's columns
+    of the same ids: see `vocab_subset`. The policy's ids from valid_vocab_size on are padding, and so are columns after
+    the draft's last id.
 
-    In addition to the forms of `Loss`, a call may give teacher_logits= and mask= along with student_logits=. The three
-    must then already be aligned: entry t of each corresponds to the same token, as if p and token_mask were rolled by
-    −1.
+    Besides the call forms of `Loss`, a call may pass teacher_logits= and mask= with student_logits=. The caller must
+    then align all three: it rolls the policy's logits and token_mask by −1, so that entry t of each belongs to CE_t.
 
     Shapes: student_logits is [B, S, V/tp], with context parallelism [B, S/cp, V/tp], packed [1, T/cp, V/tp].
     draft_cross_entropy is [B, S-1], and its entry t is CE_t, in nats. Errors: see `Loss.evaluate`.
@@ -61,7 +61,7 @@ class DraftCrossEntropyLossFn(Loss):
         cfg: Empty settings.
         d2t: [V_draft] integer offsets: the draft's id i is the policy's id i + d2t[i]. None: the vocabularies are
             equal.
-        vocab_parallel_group: The tensor-parallel group for calls with teacher_logits= that give no group.
+        vocab_parallel_group: The tensor-parallel group for calls that pass teacher_logits= but no group.
 
     Source: Li et al. 2025, "EAGLE-3" (arXiv:2503.01840). Alignment, d2t and mask follow NeMo RL's draft training.
     """
@@ -162,7 +162,7 @@ class DraftCrossEntropyLossFn(Loss):
 
 
 def _read_policy_ids(d2t: Tensor) -> Tensor:
-    """Return the policy's id of each id of the draft, on the CPU."""
+    """Return the policy's id for each of the draft's ids, on the CPU."""
     if d2t.dim() != 1 or len(d2t) == 0 or d2t.is_floating_point():
         raise ValueError(f"d2t must be [V_draft] integer offsets, got {tuple(d2t.shape)} {d2t.dtype}")
     ids = torch.arange(len(d2t)) + d2t.cpu()
@@ -175,8 +175,8 @@ class DraftLossWrapper(Loss):
     """The sum L = L_policy + w·L_draft, for a policy and a draft model that are trained together.
 
     The output is the policy's logits; data["student_logits"] has the draft's logits in the same layout. The draft
-    learns from the policy, whose logits are a constant in L_draft. Metrics: the policy's, with the sum as `loss`, and
-    `draft_loss`, which does not include w.
+    learns from the policy, whose logits are a constant in L_draft. Metrics: those of the policy's loss, with L as
+    `loss`, and `draft_loss`, which does not include w.
 
     Args:
         loss_fn: The policy's loss, over logits.

@@ -19,7 +19,7 @@ def as_loss(loss_fn: LossFunction | Loss) -> Loss:
 
     - A `Loss` that does not override `__call__` is returned unchanged.
     - A `Loss` that overrides `__call__` is run through that method, which may do more than `evaluate` does. The method
-      receives the model's whole logits or scores, as in NeMo RL's calls with an output.
+      receives the model's output (logits or scores) itself, as in NeMo RL.
     - Any other object must follow `LossFunction` with the input_type LOGPROB. It is called with next_token_logprobs. It
       may declare `metric_reductions`, `required_keys`, `next_token_keys` and `group_size` as a `Loss` does.
 
@@ -34,7 +34,7 @@ def as_loss(loss_fn: LossFunction | Loss) -> Loss:
 
 
 def check_call(loss: Loss) -> None:
-    """Raise TypeError if a loss does not accept the keywords of its call, or if a function requires further ones."""
+    """Raise TypeError if a loss does not accept its call's keywords, or a wrapped object requires other arguments."""
     names = ("data", "global_valid_seqs", "global_valid_toks", *loss.input_names)
     try:
         if isinstance(loss, ProtocolLoss):
@@ -101,7 +101,7 @@ class CalledLoss(Loss):
 
 
 class ProtocolLoss(LogprobLoss):
-    """A `Loss` that runs an object, `wrapped`, that follows `LossFunction` and takes next_token_logprobs.
+    """A `Loss` that runs `wrapped`, an object that follows `LossFunction` and takes next_token_logprobs.
 
     The logprobs of masked tokens are 0.
     """
@@ -110,9 +110,9 @@ class ProtocolLoss(LogprobLoss):
         self.wrapped, name = loss_fn, _get_name(loss_fn)
         if not takes_logprobs(loss_fn):
             raise TypeError(
-                f"{name} takes {getattr(loss_fn, 'input_type', None)}, but a loss function that is not a "
-                "rl_megatron.losses.Loss is given next_token_logprobs; set its input_type to LOGPROB, or derive it "
-                "from Loss"
+                f"{name} has input_type={getattr(loss_fn, 'input_type', None)}, but a loss function that is not a "
+                "rl_megatron.losses.Loss gets next_token_logprobs; set its input_type to LOGPROB, or derive it from "
+                "Loss"
             )
         self.loss_type = getattr(loss_fn, "loss_type", LossType.TOKEN_LEVEL)  # runners do not read it
         self.group_size = getattr(loss_fn, "group_size", 1)

@@ -37,8 +37,8 @@ class FullDistillationLossDataDict(TypedDict):
         input_ids: Token ids, [B, S].
         token_mask: Which tokens count, [B, S].
         sample_mask: Which samples count, [B].
-        teacher_logits: The teacher's logits, or `DeferredLogits` of its hidden states; sharded, padded or packed like
-            the student's. Row t corresponds to token t+1. They have no gradient.
+        teacher_logits: The teacher's logits, or `DeferredLogits` of its hidden states, in the same layout as the
+            student's logits. Row t corresponds to token t+1. They have no gradient.
         temperature: A number, [B] or [B, S]. The logits of both models are divided by it.
     """
 
@@ -61,13 +61,13 @@ class FullDistillationLossFn(Loss):
         jensen_shannon:  β·KL(p‖m) + (1−β)·KL(q‖m),  m = β·p + (1−β)·q
 
     w is mixed_kl_weight, β is jsd_beta and α is nll_weight. All terms are computed by one operator,
-    `teacher_divergences`, which reads both models' logits shard by shard. "mixed" reads them once.
+    `teacher_divergences`, which reads both models' logits shard by shard. For "mixed", it reads them only once.
 
     Metrics: see `metric_reductions`. `forward_kl`, `reverse_kl`, `jensen_shannon` and `nll` are the means of the terms;
     a term whose weight is 0 is not reported.
 
-    Shapes: teacher_divergences is [B, S-1, D], in the order of `metric_reductions`; next_token_logprobs is [B, S-1],
-    required if nll_weight is above 0. Both are in nats. Errors: see `Loss.evaluate`.
+    Shapes: teacher_divergences is [B, S-1, D], with the D divergences in the order of `metric_reductions`;
+    next_token_logprobs is [B, S-1], required if nll_weight is above 0. Both are in nats. Errors: see `Loss.evaluate`.
 
     Source: Agarwal et al. 2023, "On-Policy Distillation of Language Models" (arXiv:2306.13649). TRL's GKDTrainer
     computes the same with beta 0 ("forward"), 1 ("reverse") or jsd_beta ("jensen_shannon").

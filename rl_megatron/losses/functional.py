@@ -1,6 +1,6 @@
 """The formulas of losses as pure functions of tensors. `m` is the mask; masked positions never have an effect.
 
-Tensors are [B, T] with T = S−1 unless a docstring says otherwise, and so are results. Log-probabilities are in nats.
+Arguments and results are [B, T], T = S−1, unless a docstring says otherwise. Log-probabilities are in nats.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.nn.functional import logsigmoid
 # would overflow fp32, so that the gradient of the clipped loss would be 0 · ∞ = NaN.
 MAX_LOG_RATIO = 20.0
 
-# This bound keeps k3's exponential finite in fp32 if the input clamp is off. Otherwise the gradient of the output clamp
-# would be 0 · ∞ = NaN.
+# This bound keeps k3's exponential finite in fp32 if the input clamp is off. If the exponential overflowed, the
+# gradient of the output clamp would be 0 · ∞ = NaN.
 _LARGEST_EXPONENT = 80.0
 
 # The logprobs of two forward passes of one policy differ by less than this in fp32.
 _ROUNDING = 1e-4
 
-# The bound of logprobs in `log_odds`, because a probability of 1 has infinite odds.
+# The upper bound of logprobs in `log_odds`, because a probability of 1 has infinite odds.
 _LARGEST_LOGPROB = -1e-6
 
 
@@ -56,7 +56,8 @@ def masked_mean(
     N is global_normalization_factor, or Σ m (over `dim`) if that is None. With a global N, the results of the parts of
     a batch add up to the batch's mean.
 
-    Shapes: values and mask have the same shape; N is a scalar. Returns a scalar, or the shape of values without `dim`.
+    Shapes: values and mask have the same shape; N is a scalar. Returns a scalar if `dim` is None, and otherwise one
+    mean per entry of the other dimensions.
 
     Raises:
         ValueError: The shapes differ, or N is a number that is negative, NaN or infinite.
@@ -70,7 +71,7 @@ def masked_mean(
             raise ValueError(f"global_normalization_factor={factor} must be a count: finite and not negative")
         count = torch.as_tensor(factor, dtype=total.dtype)  # the default dtype could be narrower
     count = count.to(total)
-    # An epsilon in the denominator would change every other mean. A count that is NaN makes the mean NaN.
+    # An epsilon in the denominator would change the means with N ≠ 0. A count that is NaN makes the mean NaN.
     return torch.where(count == 0, 0.0, total / torch.where(count == 0, 1.0, count))
 
 
@@ -152,7 +153,7 @@ def kl_penalty(
 def score_function_weight(logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Return e^{lp − sg(lp)} (lp: logprobs, sg: stop-gradient). Its value is 1, and its gradient is ∇lp.
 
-    A KL estimate k that is multiplied by it has the additional gradient term k·∇log π. Without this term, the gradient
+    A KL estimate k multiplied by this weight has the additional gradient term k·∇log π. Without this term, the gradient
     of E_π[k] would ignore that the expectation itself depends on π.
 
     Source: Tang & Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL" (arXiv:2506.09477).
@@ -161,7 +162,7 @@ def score_function_weight(logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*
 
 
 def importance_weight(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return exp(log_ratio), or 0 if that is NaN or infinite: tokens without a representable weight are left out."""
+    """Return exp(log_ratio), or 0 if that is NaN or infinite, so that such tokens are left out."""
     representable = torch.isfinite(log_ratio.exp())
     # Without the inner `where`, the derivative at an overflow would be 0 · ∞ = NaN.
     return torch.where(representable, torch.where(representable, log_ratio, 0.0).exp(), 0.0)
@@ -205,7 +206,7 @@ def dual_clip(
 ) -> Float[Tensor, "*shape"]:
     """Return min(surrogate, −c·A) if A < 0, and the surrogate otherwise, with c = ceiling > 1.
 
-    It bounds the loss of a token with A < 0 whose ratio is far above 1.
+    This bounds the loss of a token with A < 0 whose ratio is far above 1.
 
     Source: Ye et al. 2019, "Mastering Complex Control in MOBA Games with Deep RL" (arXiv:1912.09729), eq. 3.
     """
@@ -260,7 +261,8 @@ def penalised_surrogate(
 ) -> Float[Tensor, "*shape"]:
     """Return −A·r + c·|log r|, with a coefficient c for each token.
 
-    |log r| below 1e-4 counts as 0. Otherwise rounding would set the sign of the gradient if the policy has not changed.
+    |log r| below 1e-4 counts as 0. If the policy has not changed, rounding alone would otherwise set the sign of the
+    gradient.
 
     Source: Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
     (arXiv:2505.22617), eq. 13, with |log r| as the estimate of the KL, as in the authors' code.
@@ -274,7 +276,7 @@ def geometric_mean_outside(
 ) -> Bool[Tensor, "batch tokens"]:
     """Return, for every token, whether the geometric mean of exp(log_ratio) over its sequence is outside [low, high].
 
-    It is also outside if an unmasked log_ratio of the sequence is NaN or infinite.
+    It also counts as outside if an unmasked log_ratio of the sequence is NaN or infinite.
     """
     log_mean = masked_mean(log_ratio, mask, dim=-1)
     inside = log_mean.isfinite() & (log_mean.exp() >= low) & (log_mean.exp() <= high)
@@ -297,7 +299,7 @@ def mean_k3_above(
 def any_token_below(
     log_ratio: Float[Tensor, "batch tokens"], mask: Shaped[Tensor, "batch tokens"], low: float
 ) -> Bool[Tensor, "batch tokens"]:
-    """Return, for every token, whether an unmasked exp(log_ratio) of its sequence is below `low`, NaN or infinite.
+    """Return, for every token, whether an unmasked log_ratio of its sequence is NaN, infinite or below log(low).
 
     Raises:
         ValueError: `low` is not above 0.
@@ -339,7 +341,7 @@ def sequence_masked_weights(
     low: float,
     high: float,
 ) -> tuple[Float[Tensor, "batch tokens"], Bool[Tensor, "batch tokens"]]:
-    """Return (w, or 0 for all tokens of a sequence that is outside [low, high]; whether the token's sequence was).
+    """Return (w, or 0 if the token's sequence is outside [low, high]; whether it is outside).
 
     A sequence is outside if the geometric mean of exp(log_ratio) over its tokens is outside.
 

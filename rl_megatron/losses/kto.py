@@ -1,4 +1,4 @@
-"""KTO: a loss of single answers that are labelled desirable or undesirable."""
+"""KTO: a loss for single answers that are labelled desirable or undesirable."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class KTOLossDataDict(TypedDict):
         input_ids: Token ids, [B, S].
         reference_policy_logprobs: log π_ref, [B, S]. Entry t corresponds to token t.
         desirable: 1 for a desirable answer and 0 for an undesirable one, [B].
-        reference_point: z₀ of the global batch, the same number for every sequence, [B].
-        num_desirable: How many sequences of the global batch are desirable, the same number for each, [B]. Only the
+        reference_point: z₀ of the global batch, repeated for every sequence, [B].
+        num_desirable: The number of desirable sequences in the global batch, repeated for every sequence, [B]. Only the
             means of rewards need it.
         token_mask: Which tokens count, [B, S].
         sample_mask: Which sequences count, [B].
@@ -51,8 +51,8 @@ class KTOLossFn(LogprobLoss):
     that the loss does not depend on microbatches. A sequence counts if its sample_mask is not 0 and it has a token with
     token_mask ≠ 0.
 
-    Metrics: loss; reference_point; rewards_desirable_mean and rewards_undesirable_mean, the means of r, without β, over
-    the answers with this label, and 0 if there are none; num_valid_samples.
+    Metrics: loss; reference_point; num_valid_samples; rewards_desirable_mean and rewards_undesirable_mean, the means of
+    r over the answers with this label. They do not include β, and are 0 if no answer has the label.
 
     TRL's KTOTrainer computes the same loss with loss_type "kto". TRL's rewards include β, and its z₀ is estimated from
     one microbatch per rank, averaged over ranks.

@@ -26,7 +26,7 @@ def mismatch_metrics(
 
     token_mult_prob_error = mean e^{|log π_generation − log π_prev|} is 1 if the two probabilities agree. All other
     metrics are then 0: gen_kl_error = KL(generation‖prev), policy_kl_error = KL(prev‖generation), js_divergence_error,
-    and the mean and the maximum of |log π_generation − log π_prev|, mismatch_mean and mismatch_max.
+    mismatch_mean = mean |log π_generation − log π_prev|, and mismatch_max, the maximum over the same differences.
 
     Differences above 20 nats are reported as 20, so that one token cannot make a metric infinite. mismatch_mean and
     mismatch_max have no such bound.

@@ -20,9 +20,8 @@ from rl_megatron.losses.registry import register_loss
 class NLLLoss(LogprobLoss):
     """The negative log-likelihood, L = −Σ_t m_t·log π(y_t) / N_tokens, with N_tokens counted over the global batch.
 
-    With `dpo_loss=True` the loss is instead one value per sample that is not normalised, L_b = −Σ_t m_bt·log π(y_bt).
-    With `dpo_average_log_probs=True` too, it is divided by the sample's own number of tokens. The metric "loss" is then
-    [B] as well.
+    With `dpo_loss=True`, the loss and the metric "loss" are [B], one value per sample: L_b = −Σ_t m_bt·log π(y_bt). If
+    `dpo_average_log_probs=True` too, L_b is divided by the sample's number of tokens.
     """
 
     loss_type = LossType.TOKEN_LEVEL
@@ -46,7 +45,7 @@ class NLLLoss(LogprobLoss):
         dpo_loss: bool = False,
         dpo_average_log_probs: bool = False,
     ) -> tuple[Float[Tensor, ""] | Float[Tensor, " batch"], dict[str, Tensor]]:
-        """Return the loss, a scalar, or [B] with `dpo_loss`, and its metrics."""
+        """Return the loss (a scalar, or [B] with `dpo_loss`) and its metrics."""
         streams = self.streams(data, next_token_logprobs)
         logprobs = streams.select("next_token_logprobs", next_token_logprobs)
         if not dpo_loss:

@@ -28,9 +28,9 @@ class SequencePackingLossWrapper:
     All three also equal the results of loss_fn on the same tokens in a padded batch, because parts that are divided by
     global counts add up.
 
-    The wrapper is a `LossFunction` like the one that it wraps, and data stays unpacked, [B, S]. Values of the packed
-    row outside the sequences have no effect, not even NaN. A loss function that is not a `Loss` must have the
-    input_type LOGPROB. It is called with next_token_logprobs [B, S-1] at the batch's temperature; masked ones are 0.
+    The wrapper is itself a `LossFunction`. Its data stays unpacked, [B, S]. Padding in the packed row has no effect,
+    not even if it is NaN. A loss function that is not a `Loss` must have the input_type LOGPROB. It is called with
+    next_token_logprobs [B, S-1] at the batch's temperature; those of masked tokens are 0.
 
     Shapes: cu_seqlens_q and cu_seqlens_q_padded are [B+1], counted over all context-parallel ranks. Sequence b of data
     has cu_seqlens_q[b+1] − cu_seqlens_q[b] tokens. They start at cu_seqlens_q_padded[b] of the packed row. The output

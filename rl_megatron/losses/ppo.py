@@ -59,7 +59,7 @@ class PPOLoss(torch.nn.Module):
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]:
         """Return (loss, policy loss, value loss, mean ratio, clip fraction). Only the loss has a gradient.
 
-        The clip fraction is the share of tokens whose clipped loss is the larger of the two.
+        The clip fraction is the share of tokens whose clipped loss is larger than their unclipped loss.
 
         Shapes: the policy's three tensors and padding_masks have the same shape. So do the critic's three tensors and
         value_padding_masks.

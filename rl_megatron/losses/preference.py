@@ -50,11 +50,12 @@ class PreferenceLoss(Loss):
     Metrics: loss; accuracy, the share of pairs with r_chosen > r_rejected; rewards_chosen_mean and
     rewards_rejected_mean. All are means over the global batch's pairs. num_valid_samples is Σ sample_mask / 2.
 
-    TRL's RewardTrainer computes the same, without its margins and center_rewards_coefficient.
+    TRL's RewardTrainer computes the same loss if it uses neither margins nor center_rewards_coefficient.
 
-    Shapes: the model's output, rewards, is one per sequence, [B] or [B, 1], or one per token, [B, S] or [B, S, 1] (with
-    a context_parallel_group its zigzag slice). In the second case a sequence's reward is the one at its last token with
-    token_mask ≠ 0; without such a token it is 0 and has no gradient. `evaluate` takes rewards [B].
+    Shapes: the model's output, `rewards`, has one reward per sequence ([B] or [B, 1]) or per token ([B, S] or
+    [B, S, 1]; with a context_parallel_group, its zigzag slice). If it has one per token, a sequence's reward is the one
+    at its last token with token_mask ≠ 0; without such a token it is 0 and has no gradient. `evaluate` takes rewards
+    [B].
 
     Errors: see `Loss.evaluate`. An odd number of sequences is a ValueError that names the number.
 
@@ -76,7 +77,7 @@ class PreferenceLoss(Loss):
 
     @property
     def averages_logprobs(self) -> bool:
-        """Return whether answers are compared by means over their tokens, instead of by sums."""
+        """Return whether an answer's reward comes from a mean over its tokens, instead of a sum."""
         return False
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
@@ -88,8 +89,8 @@ class PreferenceLoss(Loss):
         if sharding.cu_seqlens is None and (output.dim() == 1 or (output.dim() == 2 and output.size(1) == 1)):
             if sharding.cp_group is not None and sharding.cp_group.size() > 1:
                 raise ValueError(
-                    f"{self.display_name}: rewards {tuple(output.shape)} are one per sequence, which cannot be cut "
-                    f"over {sharding.cp_group.size()} context parallel ranks; give one per token, [B, S]"
+                    f"{self.display_name}: rewards {tuple(output.shape)} are one per sequence, but "
+                    f"{sharding.cp_group.size()} context parallel ranks cut sequences; give one per token, [B, S]"
                 )
             return {"rewards": output.flatten()}
         mask = self.mask(data).including_first.to(output.device)
@@ -149,7 +150,7 @@ class PreferenceLoss(Loss):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return (loss, accuracy, mean reward of chosen sequences, mean reward of rejected sequences).
 
-        Each is a sum divided by global_valid_seqs / 2.
+        Each is a sum over this batch's pairs, divided by global_valid_seqs / 2.
 
         Shapes: rewards and sample_mask are [B]; results are scalars.
         """
@@ -171,9 +172,9 @@ class PreferenceLoss(Loss):
 
 
 class LogprobPreferenceLoss(LogprobLoss, PreferenceLoss):
-    """A preference loss whose rewards come from next-token logprobs, plus an SFT loss, −log π of chosen answers.
+    """A preference loss whose rewards come from next-token logprobs.
 
-    Subclasses define the formula of the reward.
+    Subclasses define the formula of the reward, and may add an SFT loss, −log π of chosen answers.
     """
 
     @abstractmethod
@@ -208,7 +209,7 @@ class LogprobPreferenceLoss(LogprobLoss, PreferenceLoss):
         weights: tuple[float, float],
         average: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (w_p·L_pref + w_s·L_sft, the metrics of the parts and of the sum), for this batch.
+        """Return this batch's w_p·L_pref + w_s·L_sft, and the metrics loss, preference_loss and sft_loss.
 
         Args:
             streams: The streams of the batch.

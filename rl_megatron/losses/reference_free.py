@@ -20,7 +20,7 @@ class ReferenceFreeLoss(LogprobPreferenceLoss):
     """A loss w_p·L_pref + w_s·L_sft whose rewards are a function of an answer's log-probability.
 
     Metrics: loss, preference_loss and sft_loss (both without their weights; sft_loss is 0 if w_s is 0), and the metrics
-    of `PreferenceLoss`, whose rewards do not include β. Pairs, shapes and errors: see `PreferenceLoss`.
+    of `PreferenceLoss`. Rewards do not include β. Pairs, shapes and errors: see `PreferenceLoss`.
     """
 
     beta: float
@@ -33,7 +33,7 @@ class ReferenceFreeLoss(LogprobPreferenceLoss):
         return PAIR_METRICS_WITH_SFT
 
     def _rewards(self, answers: Tensor) -> Tensor:
-        """Return the rewards [B] of answers from the sums or means (`averages_logprobs`) of their log π, [B]."""
+        """Return the rewards, given the sum or mean (`averages_logprobs`) of log π over each answer. Both are [B]."""
         return answers
 
     def evaluate(
@@ -70,7 +70,7 @@ class SimPOLossFn(ReferenceFreeLoss):
 
     @property
     def averages_logprobs(self) -> bool:
-        """Return True: answers are compared by means over their tokens."""
+        """Return True: an answer's reward is a mean over its tokens."""
         return True
 
     def _pair_loss(self, margin: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class SimPOLossFn(ReferenceFreeLoss):
 class CPOLossFn(ReferenceFreeLoss):
     """The CPO loss, −Σ_pairs w·log σ( β·(r_chosen − r_rejected) ) / (N_seqs / 2) + w_s·L_sft, with r = Σ_t m_t·log π.
 
-    TRL's CPOTrainer computes the same preference loss with loss_type "sigmoid". Its NLL (factor cpo_alpha) is a mean
+    TRL's CPOTrainer computes the same preference loss with loss_type "sigmoid". TRL's NLL (factor cpo_alpha) is a mean
     over the tokens of chosen sequences, prompts included. L_sft is a mean over pairs and excludes prompts.
 
     Source: Xu et al. 2024, "Contrastive Preference Optimization" (arXiv:2401.08417), eq. 3 to 5.
@@ -98,7 +98,7 @@ class ORPOLossFn(ReferenceFreeLoss):
     """The ORPO loss, L = L_sft − λ·Σ_pairs w·log σ( r_chosen − r_rejected ) / (N_seqs / 2), with r = log P/(1 − P).
 
     P is exp of the mean of log π over the tokens of an answer, and L_sft is the mean over pairs of −log P of the chosen
-    answer. TRL's ORPOTrainer computes the same odds-ratio loss, with λ as its beta. Its NLL is a mean over the tokens
+    answer. TRL's ORPOTrainer computes the same odds-ratio loss, with λ as its beta. TRL's NLL is a mean over the tokens
     of chosen sequences, prompts included.
 
     Source: Hong et al. 2024, "ORPO" (arXiv:2403.07691), eq. 4 to 7.

@@ -78,7 +78,7 @@ def find_nan(
         keywords: The streams that the loss got from the model.
         required_keys: The keys of data that the loss reads.
         next_token_keys: The keys of data whose entry t corresponds to token t+1.
-        is_wanted: The test for the values to find. Infinite values matter too, because ∞ − ∞ is NaN.
+        is_wanted: The test for the values to find. A caller may also look for infinite values, because ∞ − ∞ is NaN.
     """
     mask = (data["token_mask"] * data["sample_mask"][:, None]) != 0
     by_shape = {mask.shape: mask, mask[:, 1:].shape: mask[:, 1:], mask.shape[:1]: data["sample_mask"] != 0}
@@ -132,8 +132,8 @@ class TokenMask:
 class TokenStreams:
     """A batch as [B, S-1] streams that are aligned with the model's next-token streams.
 
-    Masked positions of every stream are 0, by `torch.where`. A NaN at such a position therefore reaches neither a value
-    nor a gradient, and no formula has to handle it.
+    `torch.where` sets the masked positions of every stream to 0. A NaN at such a position therefore reaches neither a
+    value nor a gradient, and no formula has to handle it.
 
     Attributes:
         data: The batch.
@@ -151,7 +151,7 @@ class TokenStreams:
     ) -> None:
         """Check `required_keys`, and read the masks of `data`.
 
-        The streams have the device of `like`, and its dtype or fp32 if that is wider. `next_token_keys` are the keys of
+        The streams have the device of `like`, and the wider of its dtype and fp32. `next_token_keys` are the keys of
         streams whose entry t corresponds to token t+1.
         """
         self.data, self._loss, self._next_token_keys = data, loss, next_token_keys
@@ -164,7 +164,7 @@ class TokenStreams:
 
     @property
     def token_mask(self) -> Float[Tensor, "batch tokens"]:
-        """Return token_mask [B, S-1] without the factor sample_mask, but with 0 if the sample is masked."""
+        """Return token_mask [B, S-1], not multiplied by sample_mask, but 0 for masked samples."""
         token_mask = self.data["token_mask"][:, 1:].to(self._like)
         return torch.where(self.sample_mask[:, None] != 0, token_mask, 0.0)
 

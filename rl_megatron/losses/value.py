@@ -45,12 +45,12 @@ class MSEValueLoss(ScoreLoss):
     v_t is the value of the prefix before token t, which the model outputs at token t−1. The model's output `[:, :-1]`
     is therefore aligned with `[:, 1:]` of data["returns"] (R) and data["values"] (v_old).
 
-    Metrics: loss, with scale; vf_clipfrac, the share of tokens whose clipped error is the larger of both; returns_mean,
-    values_mean, values_min, values_max; returns_sq_mean, the mean of R², and residual_sq_mean, the mean of (R − v)²,
-    which give the explained variance; num_valid_samples. Means are over the global batch's tokens.
+    Metrics: loss, with scale; vf_clipfrac, the share of tokens whose clipped error is larger than the unclipped one;
+    returns_mean, values_mean, values_min, values_max; returns_sq_mean, the mean of R², and residual_sq_mean, the mean
+    of (R − v)², which give the explained variance; num_valid_samples. Means are over the global batch's tokens.
 
-    Shapes: the model's output, values, is [B, S] or [B, S, 1] (with a context_parallel_group its zigzag slice).
-    `evaluate` takes the same values as next_token_values [B, S-1]. Errors: see `Loss.evaluate`.
+    Shapes: the model's output, `values`, is [B, S] or [B, S, 1]; with a context_parallel_group, its zigzag slice.
+    `evaluate` gets these values as next_token_values [B, S-1]. Errors: see `Loss.evaluate`.
 
     Source: Schulman et al. 2017 (arXiv:1707.06347), eq. 9; the clip: OpenAI baselines, ppo2/model.py.
     """

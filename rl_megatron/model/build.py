@@ -79,7 +79,7 @@ def build_transformer_config(model: ModelConfig, topology: Topology, precision: 
         bf16=precision == "bf16",
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        calculate_per_token_loss=True,  # losses are normalised already, and schedules and DDP must not rescale them
+        calculate_per_token_loss=True,  # losses are already normalised, so schedules and DDP must not rescale them
         gradient_accumulation_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -100,10 +100,10 @@ def _draw_nothing(weight: Tensor) -> None:
 
 
 def _choose_softmax_scale(model: ModelConfig) -> float | None:
-    """Return the factor of attention scores, or None for megatron-core's own, 1/√head_dim.
+    """Return the factor of attention scores, or None for megatron-core's default, 1/√head_dim.
 
-    If RoPE rotates whole heads, YaRN's scale of queries and keys is part of this factor. If RoPE rotates a part of each
-    head, the rotary embedding applies the scale. With latent attention, DeepSeek also scales the scores.
+    If RoPE rotates whole heads, YaRN's scale of queries and keys is part of this factor. If RoPE rotates only a part of
+    each head, the rotary embedding applies the scale. With latent attention, DeepSeek also scales the scores.
     """
     growth, scaling = 1.0, model.rope_scaling
     if model.kv_lora_rank is None:
@@ -191,8 +191,8 @@ def build_model(
     config.gradient_accumulation_fusion = fuse_weight_gradients(topology)
     permute_without_waiting()
     gather_unequal_numbers()
-    # With this option, MLPs call `GatedActivation`, the activation of their spec. It is set only here, because the
-    # config's constructor would refuse gelu_tanh with it.
+    # With this option, MLPs call the activation of their spec, `GatedActivation`. It is set after the config is built,
+    # because the constructor would refuse it with gelu_tanh.
     config.use_te_activation_func = backend == "portable"
     model_chunks: list[torch.nn.Module] = [
         _build_model_chunk(model, config, topology, backend, vocab_size, model_chunk, head)
@@ -214,7 +214,7 @@ def build_model(
             train_whole(unwrap(model_chunk), find_whole_tensors(lora, model, model.vocab_size or vocab_size, head))
     if precision == "bf16":
         model_chunks = [_Bf16Module(config, model_chunk) for model_chunk in model_chunks]
-    if initialise:  # if not, the magnitudes are set when weights are loaded
+    if initialise:  # otherwise, loading the weights sets DoRA's magnitudes
         for adapter in find_dora_adapters(model_chunks):
             adapter.start()
     return model_chunks
@@ -223,7 +223,7 @@ def build_model(
 def attach_frozen_adapters(
     model_chunks: Sequence[torch.nn.Module], model: ModelConfig, topology: Topology, vocab_size: int, lora: LoraConfig
 ) -> None:
-    """Add frozen adapters with another name to a model that trains adapters. The caller loads their weights next.
+    """Add frozen adapters, under another name, to a model that trains adapters. The caller loads their weights next.
 
     `lora` is the section `peft` with which the frozen adapters were trained. The model chunks may have wrappers.
     """
@@ -246,7 +246,7 @@ def _build_model_chunk(
     vp_stage = model_chunk if topology.virtual_pipeline > 1 else None
     module = GPTModel(
         config=config,
-        # The annotation omits a block's submodules, which the decoder accepts.
+        # The decoder also accepts a block's submodules, which the annotation omits.
         transformer_layer_spec=build_block_spec(model, config, backend, vp_stage),  # pyright: ignore[reportArgumentType]
         vocab_size=padded_vocab_size(model.vocab_size or vocab_size, topology.tensor),
         max_sequence_length=model.max_sequence_length,
@@ -268,7 +268,8 @@ def _build_model_chunk(
             # it only if experts are spread over ranks; without it, DDP sums over too few ranks (NVIDIA/Megatron-LM pull
             # request 5916).
             parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  # a mark that DDP reads
-            # megatron-core marks gradients of experts' biases for a sum over tensor-parallel ranks, but DDP sums them.
+            # megatron-core marks gradients of experts' biases for a sum over tensor-parallel ranks, but DDP already
+            # sums them.
             parameter.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
     if model.linear_bias:
         _add_expert_biases_in_place(module)

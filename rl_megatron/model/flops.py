@@ -1,4 +1,4 @@
-"""Closed forms of the floating-point operations of a rank: matrix products, attention by lengths, and the head.
+"""Formulas for the floating-point operations of a rank: matrix products, attention for given lengths, and the head.
 
 They are exact, and count like torch's FlopCounterMode: a multiplication and an addition are two operations, and causal
 attention counts as if all scores were computed. The share of scores that kernels compute is counted separately. The
@@ -30,7 +30,7 @@ class ForwardFlops:
         attention_backward: The operations of the backward pass of attention, which computes the scores again.
         head: The head.
         head_again: The part of the head that a backward pass computes again.
-        computed_share: The share of `attention` that kernels compute, because attention is causal.
+        computed_share: The share of `attention` that kernels compute; causal kernels skip later tokens.
         needed_share: The share of `attention` that the result depends on.
     """
 
@@ -57,7 +57,7 @@ class ForwardFlops:
 
     @property
     def computed(self) -> ForwardFlops:
-        """Return the operations that kernels compute, without skipped attention scores, to estimate times."""
+        """Return the operations without the attention scores that kernels skip, for estimates of times."""
         share = self.computed_share
         return replace(
             self,
@@ -67,7 +67,7 @@ class ForwardFlops:
 
     @property
     def of_model(self) -> float:
-        """Return the operations of a forward and a backward pass that the result depends on, for MFU.
+        """Return the operations that count for MFU in a forward and a backward pass.
 
         Recomputation and attention to later tokens do not count.
         """
@@ -94,7 +94,7 @@ def count_forward_flops(
         fused_head: `train.fused_head`, which skips tokens whose prediction is not read.
         all_tokens: Whether the predictions of all tokens are read, as for logprobs.
         block_tokens: The number of tokens of a block of the fused head, or None for the default on a GPU.
-        context_rank: The context-parallel rank, on which the fused head's tokens depend.
+        context_rank: The context-parallel rank. The number of tokens that its fused head reads depends on it.
     """
     model, parallel = shape.model, shape.parallel
     counts = shape.layer_counts(stage).items()
@@ -125,10 +125,10 @@ def count_forward_flops(
 
 
 def count_model_flops(model: ModelConfig, vocab_size: int, head: Head, lengths: Sequence[int]) -> float:
-    """Return the operations of a forward and a backward pass over whole sequences that the result depends on, for MFU.
+    """Return the operations that count for MFU in a forward and a backward pass over whole sequences.
 
-    Padding, recomputation and attention to later tokens do not count. The head counts at every token. `vocab_size` is
-    used if `model.vocab_size` is null, and `lengths` are the lengths of the sequences.
+    Padding, recomputation and attention to later tokens do not count. The head counts at every token. `lengths` has the
+    sequences' lengths. `vocab_size` is used if `model.vocab_size` is null.
     """
     shape = ShardedShape(model, ParallelConfig(), 1, vocab_size, head)
     sequences = MicrobatchShape(tuple(lengths), tuple(lengths), max(lengths), prompt_tokens=0, is_packed=True)
@@ -142,13 +142,14 @@ def count_layer_flops(shape: ShardedShape, kind: LayerKind, tokens: int) -> int:
     """
     model, parallel = shape.model, shape.parallel
     local = tokens // parallel.context
-    between = local // parallel.tensor if parallel.sequence else local  # the tokens of a rank between matrix products
+    # Sequence parallelism shards the tokens that are multiplied by weights that tensor parallelism does not split.
+    between = local // parallel.tensor if parallel.sequence else local
     split, whole = _count_layer_weights(model, kind)
     return 2 * (local * split // parallel.tensor + between * whole)
 
 
 def count_decoding_flops(shape: ShardedShape, stage: int, *, columns: float) -> float:
-    """Return the operations of one token's forward pass that attends to `columns` cached tokens, on a rank of a stage.
+    """Return the operations, on a rank of a stage, for decoding one token that attends to `columns` cached tokens.
 
     Decoding splits neither tokens over context-parallel ranks nor hidden states over tensor-parallel ranks.
     """
@@ -165,7 +166,7 @@ def count_decoding_flops(shape: ShardedShape, stage: int, *, columns: float) -> 
 
 
 def _count_layer_weights(model: ModelConfig, kind: LayerKind) -> tuple[int, int]:
-    """Return the numbers of elements of a layer's matrices by which one token is multiplied.
+    """Return how many elements of a layer's matrices one token is multiplied by.
 
     The first number counts matrices that tensor parallelism splits, and the second number all others.
     """
@@ -179,7 +180,7 @@ def _count_layer_weights(model: ModelConfig, kind: LayerKind) -> tuple[int, int]
 
 
 def _count_attention_weights(model: ModelConfig) -> tuple[int, int]:
-    """Return the numbers of elements of attention's matrices that tensor parallelism splits, and of the others."""
+    """Return the number of elements of attention's matrices that tensor parallelism splits, and that of its others."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     if model.kv_lora_rank is None:
         query_heads = (2 + model.attention_output_gate) * heads
@@ -199,7 +200,7 @@ def _count_delta_rule_weights(model: ModelConfig) -> tuple[int, int]:
 
 
 def _get_head_sizes(model: ModelConfig) -> tuple[int, int]:
-    """Return the dimensions of a head's queries and keys, and of its values."""
+    """Return the size of a head's queries and keys, and the size of its values."""
     if model.kv_lora_rank is None:
         return head_size(model), head_size(model)
     shape = LatentShape.from_model(model)
@@ -211,7 +212,8 @@ def _count_head_flops(
 ) -> tuple[int, int]:
     """Return the operations of the head in the forward pass, and those that the backward pass repeats.
 
-    `read` is the number of tokens that the fused head reads on each sequence-parallel rank, or None if it is not used.
+    `read` is the number of tokens that the fused head reads on each sequence-parallel rank, or None without the fused
+    head.
     """
     hidden, local = shape.model.hidden_size, tokens // shape.parallel.context
     if shape.head == "score":
@@ -252,7 +254,10 @@ def _count_read_tokens(
 
 
 def _count_overlap(parts: list[tuple[range, int, int]], limit: int) -> int:
-    """Return how many of the first `limit` positions of `parts` (positions, first, end) are in first … end − 1."""
+    """Return how many of the first `limit` positions of all parts are in `range(first, end)` of their part.
+
+    A part is (positions, first, end).
+    """
     total = 0
     for part, first, end in parts:
         within = min(len(part), limit)

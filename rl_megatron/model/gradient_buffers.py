@@ -1,4 +1,4 @@
-"""The layout of a rank's gradients in megatron-core's DDP and distributed optimizer, without building the model.
+"""The layout of a rank's gradients in megatron-core's DDP and distributed optimizer, computed without the model.
 
 All counts are exact. tests/unit/model/test_sharded_shape.py compares them with what a `MegatronPolicy` allocates.
 """
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 from rl_megatron.model.sharded_shape import Parameter, ShardedShape
 
-# megatron-core aligns each parameter, and the end of each bucket, to these numbers of elements.
+# megatron-core aligns each parameter's start and each bucket's end to multiples of these numbers of elements.
 _PARAMETER_ALIGNMENT = 64
 _BUCKET_ALIGNMENT = 128
-# The minimum number of elements of a bucket if gradients are reduced during backward: in total, and per data-parallel
-# rank.
+# If gradients are reduced during backward, a bucket ends at the larger of these numbers of elements. The second is per
+# data-parallel rank.
 _BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK = 40_000_000, 1_000_000
 
 
 @dataclass(frozen=True)
 class GradientBuffer:
-    """megatron-core's buffer of the gradients of some parameters of one model chunk.
+    """megatron-core's gradient buffer for some parameters of one model chunk.
 
     Attributes:
         elements: The number of its elements, alignment included.
@@ -62,7 +62,7 @@ class GradientBuffer:
 
         for parameter in reversed(parameters):
             start, alone = _align(end, alignment), parameter.is_shared and distributed
-            if alone and in_bucket:  # both pipeline stages must split a shared embedding alike
+            if alone and in_bucket:  # the first and last stage must split a shared embedding alike
                 start = close(start)
             end = start + parameter.elements
             places.append((start, end))
@@ -92,7 +92,7 @@ def plan_gradient_buffers(shape: ShardedShape, stage: int, *, distributed: bool,
     limit = max(_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * shape.data) if overlap else None
     buffers = []
     for model_chunk, parameters in enumerate(shape.parameters(stage)):
-        bucket_elements = limit if stage == 0 and model_chunk == 0 else None  # no other is split
+        bucket_elements = limit if stage == 0 and model_chunk == 0 else None  # the others are not split by size
         for of_expert, shards in ((False, shape.data_shards), (True, shape.expert_shards)):
             chosen = [parameter for parameter in parameters if parameter.of_expert == of_expert]
             if chosen:

@@ -19,7 +19,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def read_experts(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of the model section about experts; if all layers are dense, the result is empty."""
+    """Return the model section's keys about experts, or an empty dict if all layers are dense."""
     dense = hf["first_k_dense_replace"]
     if dense >= hf["num_hidden_layers"]:
         return {}
@@ -56,7 +56,7 @@ def write_experts(model: ModelConfig) -> dict[str, Any]:
 
 
 def add_dense_or_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
-    """Add the norm before the MLP, and the dense MLP or the router with its bias, the experts and shared experts."""
+    """Add a layer's MLP and the norm before it: a dense MLP, or a router with its bias, experts and shared experts."""
     _, hf, megatron = layer
     hidden = model.hidden_size
     is_dense = model.num_experts is None or layer.number < model.first_dense_layers

@@ -24,7 +24,7 @@ def read_decoder(
 
     Args:
         hf: The content of the config.json.
-        share: The default part of each head that RoPE rotates, or None for whole heads (`rope.py`).
+        share: The default share of each head that RoPE rotates, or None if it always rotates whole heads (`rope.py`).
         width: The key of config.json for the inner width of the MLP.
         ignored_of_rope: Keys of RoPE that do not change what this family computes.
     """
@@ -68,7 +68,8 @@ def write_decoder(architecture: str, model_type: str, model: ModelConfig, vocab_
 def read_period(kinds: Sequence[str], every: int | None = None) -> int | None:
     """Return the period of layers without a sliding window in `layer_types`, or None if no layer has a window.
 
-    Several periods may describe the same layers. `every`, the period in another key, is then preferred.
+    Several periods may describe the same layers. `every`, the period from another key of config.json, is then
+    preferred.
     """
     if LOCAL not in kinds:
         return None
@@ -89,7 +90,7 @@ def layer_types(num_layers: int, every: int | None) -> list[str]:
 def read_window(hf: Mapping[str, Any]) -> int | None:
     """Return Qwen's sliding window, or None if no layer has it. A window in only some layers is refused.
 
-    It applies if `use_sliding_window` is true, from layer `max_window_layers` on or where `layer_types` says so.
+    If `use_sliding_window` is true, layers have it as `layer_types` says, or by default from `max_window_layers` on.
     """
     window, layers = hf.get("sliding_window"), hf["num_hidden_layers"]
     first = hf.get("max_window_layers", 28)

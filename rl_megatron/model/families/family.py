@@ -27,12 +27,13 @@ class Family:
         write_config: Returns a config.json, given a model section and the number of rows of the embedding. If the
             family can express the model, `read_config` converts the result back to the same section.
         table: Returns the weight table, given a model section and the number of rows of the embedding.
-        is_dropped: Returns whether the tensor of this name in a Hugging Face checkpoint is ignored, because it is not
-            part of the model here or in transformers.
+        is_dropped: Returns whether the tensor of this name in a Hugging Face checkpoint is ignored, because it is part
+            of the model neither here nor in transformers.
         ignored: Keys of config.json that change nothing, whatever their value.
-        with_images: The supported models that read images with a text model of this family, or None without any.
-        stacked_experts: End of the name of a tensor that may stack all experts of a layer, [E, rows, columns] → the
-            linears that its rows hold, from top to bottom. The table has a tensor for each expert's linear.
+        with_images: The supported models that read images and have a text model of this family, or None if there are
+            none.
+        stacked_experts: Suffix of the name of a tensor that may stack all experts of a layer, [E, rows, columns] → the
+            linears in its rows, from top to bottom. The table has each expert's linear as a separate tensor.
     """
 
     architecture: str
@@ -45,7 +46,7 @@ class Family:
     stacked_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def leaves_out(self, hf_name: str, model: ModelConfig) -> bool:
-        """Return whether a tensor is not part of the text model: it is dropped, or only reads images."""
+        """Return whether a tensor is not part of the text model: it is dropped, or belongs to the image part."""
         return self.is_dropped(hf_name, model) or (self.with_images is not None and is_of_images(hf_name))
 
 

@@ -145,7 +145,7 @@ def _add_sandwiched_mlp(table: TableBuilder, model: ModelConfig, layer: Layer) -
     table.add(f"{hf}post_feedforward_layernorm.weight", f"{megatron}post_mlp_layernorm.weight", hidden)
 
 
-# Other names of keys that are read, keys that have no effect beside them, and a generation setting.
+# Keys that may stay unread: other names, keys that others override, and a generation setting.
 _IGNORED = frozenset(
     {
         "_sliding_window_pattern", "cache_implementation", "rope_local_base_freq", "sliding_window",

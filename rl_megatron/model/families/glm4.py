@@ -24,7 +24,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
 
 def write_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     keys = write_glm(GLM4.architecture, "glm4", model, vocab_size)
-    return keys | {"pad_token_id": None}  # the default of transformers is beyond the end of a small vocabulary
+    return keys | {"pad_token_id": None}  # transformers' default id may be outside the vocabulary
 
 
 def write_glm(architecture: str, model_type: str, model: ModelConfig, vocab_size: int) -> dict[str, Any]:

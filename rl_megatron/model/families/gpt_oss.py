@@ -1,6 +1,6 @@
 """gpt-oss: attention with sinks, a sliding window in every second layer, biases everywhere, and a clamped SwiGLU.
 
-A checkpoint stacks the experts of a layer in one tensor, transposed, in which columns of gate and up alternate.
+A checkpoint stacks the transposed matrices of a layer's experts in one tensor. Columns of gate and up alternate.
 """
 
 from __future__ import annotations
@@ -80,6 +80,6 @@ def _add_experts(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
         table.add_slabs(f"{theirs}down_proj_bias", f"{ours}linear_fc2.bias", expert, experts, hidden)
 
 
-# Keys that repeat others: experts_per_token, and the original context length of rope_scaling.
+# The first two keys repeat others. sliding_window is not read if no layer has a window.
 _IGNORED = frozenset({"experts_per_token", "initial_context_length", "sliding_window"})
 GPT_OSS = Family("GptOssForCausalLM", read_config, write_config, build_table, ignored=_IGNORED)

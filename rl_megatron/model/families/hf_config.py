@@ -56,7 +56,7 @@ class HFConfig(Mapping[str, Any]):
 
         A key may stay unread if it is harmless in every family (`_HARMLESS`) or in this one (`ignored`), if it is off
         (null, false, 0, empty), if it is a generation setting, or if it has the default value of the transformers
-        class, because the family computes what that class does by default.
+        class, for which the family is written.
         """
         seen = self._read | _HARMLESS | ignored
         unread = {key: value for key, value in self._values.items() if key not in seen and value}
@@ -83,7 +83,7 @@ def _find_harmless_values(model_type: str) -> dict[str, Any]:
 
 
 def require_only(hf: Mapping[str, Any], **supported: Any) -> None:
-    """Refuse a config.json in which a key differs from the only value that is supported.
+    """Refuse a config.json in which a key does not have the only supported value.
 
     A key that is missing or null counts as having the supported value.
     """

@@ -23,7 +23,7 @@ from rl_megatron.model.families.with_images import WithImages
 
 _DELTA_RULE = "linear_attention"  # the value of `layer_types` for a layer with the gated delta rule
 _PERIOD, _ROTATED = 4, 0.25  # defaults of transformers
-_IMAGE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})  # a token of text has one position in all sections
+_IMAGE_KEYS = frozenset({"mrope_section", "mrope_interleaved"})  # a text token has the same position in all sections
 _SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",

@@ -37,7 +37,7 @@ def read_config(hf: Mapping[str, Any]) -> ModelConfig:
         )
     return ModelConfig(
         **read_hybrid(hf, width="moe_intermediate_size"),
-        # transformers writes num_experts, as the published files do, and reads num_local_experts, too.
+        # transformers and the published files have num_experts. transformers also reads num_local_experts.
         num_experts=hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"],
         experts_per_token=hf["num_experts_per_tok"],
         shared_expert_ffn_hidden_size=hf["shared_expert_intermediate_size"],

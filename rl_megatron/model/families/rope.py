@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import LinearRope, Llama3Rope, ModelConfig, RopeScaling, YarnRope
 
-# For each kind of scaling: the class of this package's setting, and the keys that config.json and the class share.
+# For each kind of scaling: this package's settings class, and the keys that it shares with config.json.
 _KINDS: dict[str, tuple[type | None, frozenset[str]]] = {
     "default": (None, frozenset()),
     "linear": (LinearRope, frozenset({"factor"})),
@@ -62,8 +62,8 @@ def read_rope(
 def read_scaling(parameters: Mapping[str, Any], where: str, max_position_embeddings: int) -> RopeScaling | None:
     """Return the scaling that one table of RoPE parameters describes, or None if it describes RoPE without scaling.
 
-    `where` is the table's key in config.json, for messages. Missing parameters are computed from the model's context
-    length, `max_position_embeddings`.
+    `where` is the table's key in config.json, for messages. `max_position_embeddings` is the default of the original
+    context length, and YaRN's default factor is their ratio.
     """
     if parameters.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise ConfigError(
@@ -86,7 +86,7 @@ def read_scaling(parameters: Mapping[str, Any], where: str, max_position_embeddi
         settings["factor"] = max_position_embeddings / settings["original_max_position_embeddings"]
     if "factor" not in settings:
         raise ConfigError(f"{where}.factor is missing: RoPE scaling of type {kind} needs it")
-    try:  # some configs have 0 for a parameter that is absent
+    try:  # some configs write 0 for a missing parameter
         return section(**{key: value for key, value in settings.items() if value != 0 or key == "truncate"})
     except ValidationError as error:
         wrong = error.errors()[0]

@@ -19,7 +19,7 @@ _OTHER_NAMES = {
 _HF_HEAD, _HEAD = "score.weight", "output_layer.weight"
 # transformers has no sequence classifier of these families.
 _WITHOUT_CLASSIFIER = ("Glm4MoeForCausalLM", "Qwen3_5MoeForCausalLM")
-# Keys about a classifier's labels. With one label its output is the score, whatever the problem type is.
+# Keys about a classifier's labels. With one label, the classifier's output is the score, whatever the problem type is.
 _LABEL_KEYS = ("id2label", "label2id", "num_labels", "problem_type")
 
 
@@ -50,7 +50,8 @@ def describe_classifier(hf_config: Mapping[str, Any], family: Family) -> dict[st
     """Return the config.json of the classifier of one label that has a language model's decoder.
 
     transformers reads the score at the last token that is not padding. If answers end with the padding token, the
-    config.json has no `pad_token_id`. transformers then reads the last token, and refuses a batch of several sequences.
+    config.json gets no `pad_token_id`. transformers then reads the last token, and refuses a batch of several
+    sequences.
     """
     if family.architecture in _WITHOUT_CLASSIFIER:
         raise ConfigError(

@@ -2,8 +2,8 @@
 
 The two formats differ only in the order of whole rows: Megatron interleaves query, key and value by group, stacks gate
 above up, pads the vocabulary and stacks experts. A table only moves rows. The conversion is therefore exact bit for bit
-in both directions, and works shard by shard. A table can be checked before a byte is read, because each row of either
-format must occur exactly once.
+in both directions, and works shard by shard. A table can be checked before any weights are read, because each row of
+either format must occur exactly once.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ Shape = tuple[int, ...]
 class Slab:
     """A part of one expert in a Hugging Face tensor that stacks all experts, [E, in, out] or [E, out] (gpt-oss).
 
-    An expert's matrix is transposed there, so its rows are columns of the tensor. Columns of gate and up may alternate.
+    That tensor has each expert's matrix transposed, so the rows of the part are columns there. Columns of gate and up
+    may alternate.
 
     Attributes:
         first: The part's first column in the expert's matrix.
-        step: The distance between its columns: 2 if gate and up alternate, otherwise 1.
-        count: The number of its columns.
+        step: The distance between the part's columns: 2 if gate and up alternate, otherwise 1.
+        count: The number of the part's columns.
     """
 
     expert: int
@@ -46,7 +47,7 @@ class Slab:
         return (self.expert * self.step + self.first) * self.count
 
     def rows(self, expert: Tensor) -> Tensor:
-        """Return the part's rows [count, in] or [count], as a view of the expert's [in, out] or [out]."""
+        """Return the part's rows [count, in] or [count], as a view of `expert`, [in, out] or [out]."""
         part = expert[..., self.first :: self.step]
         return part.T if part.dim() == 2 else part
 
@@ -103,7 +104,7 @@ class WeightTable:
         return (shape[0] * shape[-1], *shape[1:-1])
 
     def with_first_rows(self, names: Iterable[str], count: int) -> WeightTable:
-        """Return the table with the first `count` rows of these Megatron tensors, each a single Hugging Face tensor."""
+        """Return the table with only `count` rows of these Megatron tensors, each equal to one Hugging Face tensor."""
         firsts = {name: self.by_name[name][0] for name in names}
         cut = {first.hf_name: name for name, first in firsts.items()}
         return replace(
@@ -182,15 +183,15 @@ class TableBuilder:
         self._hf_shapes |= {hf_name: (rows, *columns) for hf_name, rows in placed.items()}
 
     def add_slabs(self, hf_name: str, name: str, expert: int, *shape: int, step: int = 1) -> None:
-        """Add a Megatron tensor of one expert, whose rows are columns of a tensor that stacks all experts.
+        """Add one expert's Megatron tensor. Its rows are columns of a Hugging Face tensor that stacks all experts.
 
         Args:
             hf_name: The Hugging Face name.
             name: The Megatron name.
             expert: The expert.
             *shape: The shape of the Hugging Face tensor, [E, in, out] or [E, out].
-            step: The number of parts that alternate in its columns, such as gate and up. The Megatron tensor has them
-                one below the other.
+            step: The number of parts, such as gate and up, whose columns alternate in the Hugging Face tensor. The
+                Megatron tensor has the parts one below the other.
         """
         self._hf_shapes[hf_name] = shape
         count = shape[-1] // step
@@ -219,7 +220,7 @@ class TableBuilder:
 
 
 class Layer(NamedTuple):
-    """A decoder layer: its number, and the prefixes of its names at Hugging Face and in Megatron."""
+    """A decoder layer: its number, and the prefixes of its tensors' names in Hugging Face and in Megatron."""
 
     number: int
     hf: str
@@ -248,7 +249,7 @@ def add_embeddings(table: TableBuilder, model: ModelConfig, vocab_size: int) -> 
 
 
 def add_attention(table: TableBuilder, model: ModelConfig, hf: str, megatron: str) -> None:
-    """Add queries, keys and values, which Megatron interleaves by group, their norms if any, and the output."""
+    """Add the tensors of attention. Megatron interleaves queries, keys and values by group."""
     hidden, head_dim, groups = model.hidden_size, head_size(model), model.num_query_groups
     hf, megatron = f"{hf}self_attn.", f"{megatron}self_attention."
     queries = (1 + model.attention_output_gate) * model.num_attention_heads // groups * head_dim
@@ -285,7 +286,7 @@ def add_gated_mlp(table: TableBuilder, hf: str, megatron: str, hidden: int, ffn:
 
 
 def build_decoder_table(model: ModelConfig, vocab_size: int, *parts: AddLayerPart) -> WeightTable:
-    """Return the table of a decoder: its embeddings, and the parts of each layer in their order."""
+    """Return the table of a decoder: for each layer what `parts` add, in their order, and the embeddings."""
     table = TableBuilder()
     for number in range(model.num_layers):
         for add in parts:
@@ -319,7 +320,7 @@ class ExpertNames:
 
 
 def add_experts_norm(table: TableBuilder, model: ModelConfig, layer: Layer) -> None:
-    """Add the norm before the experts. A router and several linears follow it, so it keeps its own name."""
+    """Add the norm before the experts. A router and several linears follow it, so Megatron gives it its own name."""
     _, hf, megatron = layer
     table.add(f"{hf}post_attention_layernorm.weight", f"{megatron}pre_mlp_layernorm.weight", model.hidden_size)
 
@@ -338,6 +339,6 @@ def add_experts(table: TableBuilder, model: ModelConfig, layer: Layer, names: Ex
 
 
 def build_mixture_table(model: ModelConfig, vocab_size: int, names: ExpertNames) -> WeightTable:
-    """Return the table of a decoder with experts in every layer and Llama's other names: Mixtral and Qwen3-MoE."""
+    """Return the table of a decoder with experts in every layer and otherwise Llama's names: Mixtral and Qwen3-MoE."""
     experts = partial(add_experts, names=names)
     return build_decoder_table(model, vocab_size, add_normed_attention, add_experts_norm, experts)

@@ -30,13 +30,13 @@ _PREFIXES = {
 _IMAGE_PREFIXES = tuple(
     f"{model}{part}." for model in ("model.", "") for part in ("visual", "vision_tower", "multi_modal_projector")
 )
-_POSITIONS = "mrope_"  # RoPE's keys about positions in an image; a token of text has one position in all sections
+_POSITIONS = "mrope_"  # RoPE's keys about positions in an image; a text token has the same position in all sections
 _ROPES = ("rope_parameters", "rope_scaling")
 
 
 @dataclass(frozen=True)
 class WithImages:
-    """The models that read images and whose text model is one of a family.
+    """The models that read images and have a text model of one family.
 
     Attributes:
         architecture: Their name in `architectures` of a config.json.
@@ -53,7 +53,7 @@ class WithImages:
     def text_config(self, hf_config: Mapping[str, Any], architecture: str, where: str) -> dict[str, Any]:
         """Return the config.json of the text model alone, given that of a model that reads images.
 
-        `architecture` is the text model's. Any other key that may change the text model is refused.
+        `architecture` is the text model's. A key outside `text_config` that may change the text model is refused.
         """
         whole = HFConfig(hf_config, where)
         text = whole[_TEXT]
@@ -64,7 +64,7 @@ class WithImages:
                 f"{where}: {_TEXT}.model_type={text.get('model_type')!r} is not supported; {self.architecture} is "
                 f"read with {self.text_type!r}"
             )
-        # As in transformers, the outer key overrides that of text_config.
+        # As in transformers, tie_word_embeddings outside text_config overrides the one inside.
         tied = {key: whole[key] for key in ("tie_word_embeddings",) if key in whole}
         whole.refuse_unread(_IMAGE_KEYS)
         config = {**self.defaults, **text, **tied, "architectures": [architecture]}
@@ -84,5 +84,5 @@ def text_name(hf_name: str) -> str:
 
 
 def is_of_images(hf_name: str) -> bool:
-    """Return whether a tensor belongs only to the part that reads images."""
+    """Return whether a tensor belongs to the part of the model that only images need."""
     return hf_name.startswith(_IMAGE_PREFIXES)

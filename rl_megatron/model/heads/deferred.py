@@ -104,7 +104,7 @@ def _find_model_with_head(model_chunks: list[torch.nn.Module]) -> GPTModel | Non
 
 @contextmanager
 def _replace_forward(head: torch.nn.Module, forward: Callable) -> Iterator[None]:
-    """Let `head` use `forward` within the block, as an attribute of the instance, and undo this afterwards."""
+    """Replace `head.forward` by `forward` within the block, for this instance only."""
     original = vars(head).get("forward")
     head.forward = forward
     try:

@@ -128,14 +128,14 @@ def test_a_foreign_loss_that_does_not_take_logprobs_is_refused(input_type):
         pass
 
     Other.input_type = input_type
-    with pytest.raises(TypeError, match=rf"Other takes {input_type}, .* derive it from Loss"):
+    with pytest.raises(TypeError, match=rf"Other has input_type={input_type}, .* derive it from Loss"):
         as_loss(Other())
 
 
 def test_messages_name_a_function_that_is_a_loss():
     def mine(data, global_valid_seqs, global_valid_toks, logprobs): ...
 
-    with pytest.raises(TypeError, match=r"mine takes None, .* derive it from Loss"):
+    with pytest.raises(TypeError, match=r"mine has input_type=None, .* derive it from Loss"):
         as_loss(mine)
     mine.input_type = LossInputType.LOGPROB
     assert as_loss(mine).display_name == "mine"
