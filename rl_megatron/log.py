@@ -21,7 +21,7 @@ Item = TypeVar("Item")
 _FIRST_SECONDS, _THEN_SECONDS = 2.0, 10.0  # until the first line of `track`, and between further lines
 _ITEMS_PER_CHECK = 64  # items of `track` between two checks of the clock
 
-# Warnings of libraries that a user of this package cannot act on: message, category and module (regular expressions).
+# Library warnings that a user cannot act on: message (regular expression), category, module (regular expression).
 _NOT_FOR_USERS: tuple[tuple[str, type[Warning], str], ...] = (
     # megatron-core looks for GPU packages when it is imported. model/backend.py chooses layers by what is installed.
     (r"(Transformer Engine and )?Apex (is|are) not installed\. Falling back", UserWarning, r"megatron\."),
@@ -29,18 +29,18 @@ _NOT_FOR_USERS: tuple[tuple[str, type[Warning], str], ...] = (
     (r"full scope is deprecated\. Use empty cuda_graph_scope", UserWarning, r"megatron\."),
     # megatron-core's optimizer reads `grad` of every parameter.
     (r"The \.grad attribute of a Tensor that is not a leaf", UserWarning, r"megatron\."),
-    # megatron-core calls functions that torch has renamed. torch attributes some of these calls to its own logger.
+    # megatron-core calls functions that torch has renamed. torch attributes some of the warnings to its own logger.
     (r".* is deprecated", FutureWarning, r"megatron\."),
     (r"`torch\.distributed\.\w+` is deprecated", FutureWarning, r"torch\.distributed\.c10d_logger"),
 )
-# The same for messages that libraries log: logger, and the beginning of the message.
+# The same for messages that libraries log: the logger's name, and the beginning of the message.
 _NOT_FOR_USERS_LOGGED: tuple[tuple[str, str], ...] = (
     # Without a GPU, the "GPU" generator of megatron-core is the CPU's, which changes when it is used.
     ("megatron.core.tensor_parallel.random", "CPU RNG state changed within GPU RNG context"),
 )
 
-# The ends of the names of environment variables whose values are secrets, such as HF_TOKEN and WANDB_API_KEY. Names of
-# public keys and token counts do not match.
+# The endings of names of environment variables that hold secrets, such as HF_TOKEN and WANDB_API_KEY. Names of public
+# keys and token counts do not match.
 _SECRET_VARIABLE = re.compile(
     r"(TOKEN|(?<!MAX_)(?<!MIN_)(?<!NUM_)(?<!NEW_)(?<!STOP_)TOKENS|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|WEBHOOK_URL"
     r"|((^|_)(API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|STORAGE|ACCOUNT)|OPENAI|WANDB|ANTHROPIC|GITHUB|HF)_?KEY"
@@ -57,7 +57,7 @@ _AFTER_OPTION = re.compile(
     re.I,
 )
 REDACTED = "***"
-# C0 and C1 except tab and line feed, lone surrogates, line separators, and overrides of the writing direction.
+# C0 and C1 controls except tab and line feed, lone surrogates, line separators, and overrides of writing direction.
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
     "\U000e0000-\U000e007f]"
@@ -79,7 +79,7 @@ def is_secret_variable(name: str) -> bool:
 
 
 def redact(text: str) -> str:
-    """Return a text without secrets: values of secret variables, and the secrets in URLs and options."""
+    """Replace secrets in a text by `REDACTED`: values of secret variables, and secrets in URLs, headers and options."""
     for name, value in os.environ.items():
         if is_secret_variable(name) and len(value) >= _SHORTEST_SECRET and value in text:
             text = text.replace(value, REDACTED)
@@ -120,7 +120,7 @@ def _print_without_secrets(kind: type[BaseException], error: BaseException, trac
 
 
 def silence_libraries() -> None:
-    """Ignore the warnings of libraries that a user cannot act on.
+    """Ignore library warnings that a user cannot act on.
 
     `import rl_megatron` calls this, because importing megatron-core emits warnings. The user's own filters take
     precedence.
@@ -199,7 +199,7 @@ def has_watcher() -> bool:
 
 
 def follow_progress(follower: Watcher) -> None:
-    """Call `follower`, too, for every progress report. Callers may report less progress if there is no watcher."""
+    """Call `follower`, too, for every progress report. Without a watcher, reports may count only finished items."""
     _followers.append(follower)
 
 

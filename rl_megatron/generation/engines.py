@@ -1,6 +1,6 @@
 """Register the package's rollout engines, and build the one that a stage's configuration chooses.
 
-The process of an engine imports other modules of this package, but not this one, which imports the policy.
+Engine processes import other modules of `generation`, but not this one, because it imports the policy.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from rl_megatron.weight_sync.ipc import check_gpu_memory_can_be_shared
 
 
 def build_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Path) -> RolloutEngine:
-    """Build the rollout engine of a stage's policy, which writes its files to `output_dir`."""
+    """Build the rollout engine of a stage's policy; the engine writes its files to `output_dir`."""
     return ENGINES[stage.generation.engine].build(policy, stage, output_dir)
 
 
 def check_engine(stage: StageConfig, vocab_size: int) -> None:
-    """Raise ConfigError, which names the key, if the stage's rollout engine cannot serve the stage."""
+    """Raise ConfigError if the stage's rollout engine cannot serve the stage; the message names the key."""
     ENGINES[stage.generation.engine].check(stage, vocab_size)
 
 
 def _check_transformers(stage: StageConfig, vocab_size: int) -> None:
-    """Check that the engine's devices exist, and that Hugging Face knows the model."""
+    """Check that the engines can use their devices, and that Hugging Face's format can express the model."""
     policy = choose_device(stage.device)
     devices = choose_engine_devices(stage.generation, policy)
     if policy.type == "cuda" and opens_memory(stage.generation) and devices[0] != "cpu":

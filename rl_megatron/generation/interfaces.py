@@ -21,9 +21,9 @@ class Sampling:
 
     Attributes:
         max_new_tokens: The maximum number of tokens in a completion.
-        temperature: Logits are divided by it; 0 is greedy decoding.
-        top_k: Sample from this number of most likely tokens; 0 is off. It applies before `top_p`.
-        top_p: Sample from the fewest most likely tokens whose probabilities sum to at least this; 1 is off.
+        temperature: The divisor of the logits; 0 means greedy decoding.
+        top_k: Sample only from this many of the most likely tokens; 0: off. It applies before `top_p`.
+        top_p: Sample from the fewest most likely tokens whose probabilities sum to at least this; 1: off.
         stop_ids: Token ids that end a completion. They are part of it.
         stop_strings: Texts that end a completion and are part of it; None if there are none. Only engines registered
             with `stops_at_strings` obey them.
@@ -61,11 +61,11 @@ def _is_whole(value: object, least: int) -> bool:
 
 @dataclass(frozen=True)
 class Served:
-    """The identity of the copy of the policy's weights that an engine serves. Equal values mean the same copy.
+    """The identity of an engine's copy of the policy's weights. Equal values mean the same copy.
 
     Attributes:
         version: The policy's `weight_version` when copied; None if the engine uses the policy's weights without a copy.
-        start: How often the engine's processes have been started, so that restarted processes differ from earlier ones.
+        start: How many times the engine's processes were started; it tells restarted processes from earlier ones.
     """
 
     version: int | None
@@ -119,12 +119,13 @@ class Completion:
     Attributes:
         request_id: The id of the request.
         ids: Token ids, the stop token included. Only an aborted request may have none.
-        logprobs: The logprob of each token, log softmax(logits/temperature), before top-k and top-p, at temperature 1
-            if sampling is greedy; NaN if the logits were NaN.
-        versions: The spans of the versions of the weights, in order. Together they cover all tokens.
+        logprobs: The log softmax(logits/temperature) of each token, before top-k and top-p; greedy sampling has
+            temperature 1 here. A logprob is NaN if the logits were NaN.
+        versions: One span for each weight version that generated tokens, in order. Together they cover all tokens.
         reason: "stop" after a stop token or stop string, "length" after `max_new_tokens`, "abort" otherwise.
-        routed_experts: The experts of each token that the model read, [prompt and completion − 1, layers, k] int16 on
-            the CPU; None if they were not recorded. Layers without experts hold arbitrary values.
+        routed_experts: The experts chosen for each token that the model read (all but the last),
+            [tokens − 1, layers, k] int16 on the CPU; None if they were not recorded. Layers without experts hold
+            arbitrary values.
     """
 
     request_id: str
@@ -135,7 +136,7 @@ class Completion:
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes with experts as an array, because torch would pickle a tensor as a shared file."""
+        """Return the attributes with the experts as a NumPy array; torch would pickle a tensor as a shared file."""
         experts = self.routed_experts
         return self.__dict__ | {"routed_experts": None if experts is None else experts.numpy()}
 
@@ -164,13 +165,13 @@ class RolloutEngine(Protocol):
 
     Every rank of the policy calls these methods at the same time. An engine may have two more methods:
 
-    - `async submit(request)`, if the engine runs beside the policy, returns the completion of one request. The engine
-      completes it together with its other requests, with the weights that it serves at each token. Only rank 0 calls
-      it, at any time and on any asyncio loop. If the task that awaits it is cancelled, the engine aborts the request.
-      It raises `EngineLost` if the request may be repeated after the next `sync`. Asynchronous training needs this
-      method.
-    - `sleep()`, if the engine shares devices with the policy, releases its memory until the next `sync`. Every rank
-      calls it. `served` is None afterwards.
+    - `async submit(request)`, of an engine that runs beside the policy, returns the completion of one request. The
+      engine batches the request with others, and generates each token with the weights that it serves at that time.
+      Only rank 0 calls `submit`, at any time and on any asyncio loop. If the task that awaits it is cancelled, the
+      engine aborts the request. It raises `EngineLost` if the request is lost; the caller may repeat it after the next
+      `sync`. Asynchronous training needs this method.
+    - `sleep()`, of an engine that shares devices with the policy, releases the engine's memory until the next `sync`.
+      Every rank calls it. `served` is None afterwards.
     """
 
     @property
@@ -184,8 +185,8 @@ class RolloutEngine(Protocol):
         It does nothing if the engine serves them already.
 
         Returns:
-            The metrics of the last weight sync since the previous call, which `complete` may have made; empty if none:
-            `refit_bytes`, `refit_seconds`, `refit_gb_per_s` and the seconds of each phase.
+            The metrics of the last weight sync since the previous call, whether `sync` or `complete` made it:
+            `refit_bytes`, and the seconds and GB/s of the sync and of each phase. Empty if there was no sync.
 
         Raises:
             WeightsRefused: The weights that arrived are not those that were sent. The engine then serves nothing.
@@ -195,8 +196,8 @@ class RolloutEngine(Protocol):
     def complete(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete requests together, with the policy's current weights, and return the completions in their order.
 
-        Rank 0 passes the requests and gets the completions. Other ranks pass none and get none, so their memory does
-        not grow with the number of requests.
+        Rank 0 passes the requests and gets the completions. Other ranks pass and get empty lists, so their memory
+        does not grow with the number of requests.
 
         Raises:
             ConfigError: On every rank, if a prompt is empty, or too long for its `max_new_tokens`.

@@ -1,4 +1,4 @@
-"""Cache keys and values of running sequences, in a core attention that replaces the model's during generation."""
+"""Cache keys and values of running sequences: during generation, a caching core attention replaces the model's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KVCache(SlotCache):
         """Make an empty cache for the model chunks of this rank; see `SlotCache`."""
         super().__init__(num_slots, capacity, next(models[0].parameters()).device, routing)
         attentions = [cast(Attention, layer.self_attention) for model in models for layer in model.decoder.layers]
-        # The delta rule takes other arguments than megatron-core annotates for a core attention.
+        # `Any`, because the delta rule takes other arguments than a core attention of megatron-core.
         self.replaced: dict[Attention, Any] = {
             attention: CachedDelta(self, attention.core_attention, attention.layer_number)
             if isinstance(attention.core_attention, DeltaCore)
@@ -47,8 +47,8 @@ class KVCache(SlotCache):
     def keep_experts(self, layer: int, experts: Tensor) -> None:
         """Keep the experts [tokens, k] that a layer of the current forward pass chose.
 
-        `layer` is the index in the whole model. `experts` has the first tokens of all sequences, then the second ones,
-        etc.
+        `layer` is the index in the whole model. `experts` is ordered by position: the first token of
+        every sequence, then the second, and so on.
         """
         if self.experts is None:
             raise RuntimeError("the cache was made without `routing`, so it keeps no experts")
@@ -85,11 +85,11 @@ class CachedAttention(torch.nn.Module):
 
 
 class CachedDelta(torch.nn.Module):
-    """The gated delta rule of new tokens, given the states of their own sequences."""
+    """The gated delta rule for new tokens, starting from the cached states of their sequences."""
 
     def __init__(self, cache: KVCache, core: DeltaCore, layer_number: int):
         super().__init__()
-        self.__dict__["core"] = core  # not a submodule, so that its parameters have no second name
+        self.__dict__["core"] = core  # not a submodule: its parameters would get a second name
         self.cache, self.layer_number = weakref.proxy(cache), layer_number
 
     def forward(self, mixed: Tensor, **_: object) -> Tensor:
@@ -104,13 +104,13 @@ class CachedDelta(torch.nn.Module):
 
 @contextmanager
 def caching(models: Sequence[GPTModel], cache: KVCache) -> Iterator[None]:
-    """Replace each layer's core attention by a caching one, within the context, whatever the backend.
+    """Replace each layer's core attention, of any backend, by a caching one within the context.
 
     Sequence parallelism and fused RoPE, which do not support single tokens, are switched off. Nothing else changes.
     """
     originals = [(attention, attention.core_attention) for attention in cache.replaced]
-    # megatron-core can switch sequence parallelism off too, but it finds modules by the `id` of their model, which a
-    # later model may share with a deleted one.
+    # megatron-core has a function that switches sequence parallelism off, but it caches modules by `id(model)`, and a
+    # new model can have the id of a deleted one.
     switched = [
         (holder, flag)
         for model in models

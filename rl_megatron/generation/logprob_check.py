@@ -1,4 +1,4 @@
-"""The logprob check: compare an engine's logprobs with the trainer's for the same tokens, before anything is learned.
+"""The logprob check: compare an engine's logprobs with the trainer's for the same tokens, before training on them.
 
 A failed weight sync, a wrongly converted model, or a kernel with different rounding makes the two differ.
 """
@@ -18,9 +18,9 @@ from rl_megatron.generation.completion_batch import generate
 from rl_megatron.generation.interfaces import RolloutEngine, Sampling
 from rl_megatron.policy.interfaces import PolicyInterface
 
-# In nats: well above the effect of rounding, and below the effect of a wrong weight. The limit is on the mean, because
-# a few tokens are enough for a reliable mean: in bf16 about one token in a thousand differs by half a nat, and means
-# stay below 0.03.
+# In nats: well above the effect of rounding, and below the effect of a wrong weight. They limit the mean, which
+# is reliable even over few tokens: in bf16 about one token in a thousand differs by half a nat, but means stay below
+# 0.03.
 LIMITS = {"fp32": 1e-4, "bf16": 0.1}
 _MAX_TOKENS = 16  # the most tokens of a completion
 _SEED = 0x6A7E
@@ -37,8 +37,8 @@ class LogprobCheck:
 
     policy: PolicyInterface
     tokenizer: Tokenizer  # for messages
-    sampling: Sampling  # that of the run; the check uses shorter completions
-    num_prompts: int  # how many different prompts are completed; 0 turns the check off
+    sampling: Sampling  # the run's settings; the check lowers `max_new_tokens`
+    num_prompts: int  # the number of prompts that the check completes; 0 turns it off
     limit: float  # the largest accepted mean of |trainer's − engine's logprob|, in nats
 
     @property

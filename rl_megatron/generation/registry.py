@@ -30,8 +30,8 @@ class EngineKind:
     Attributes:
         build: Builds the engine for a stage's policy. The third argument is the run's directory.
         check: Raises ConfigError, before the first step, if the engine cannot serve a stage. Its arguments are the
-            stage and the number of tokens of its tokenizer.
-        launcher: Checks that a node without ranks can start the servers of a stage, and returns the launcher. Its
+            stage and the number of tokens of the stage's tokenizer.
+        launcher: Checks that a node without ranks can start a stage's servers, and returns their `ServerLauncher`. Its
             arguments are those of `check`. None for an engine without servers.
     """
 
@@ -40,7 +40,7 @@ class EngineKind:
     launcher: Callable[[StageConfig, int], ServerLauncher] | None = None
 
 
-_OWN_ENGINES = "rl_megatron.generation.engines"  # they are declared in config/engines.py before they are registered
+_OWN_ENGINES = "rl_megatron.generation.engines"  # config/engines.py declares the engines that it registers
 ENGINES: Registry[EngineKind] = Registry("rollout engine")
 
 
@@ -55,7 +55,7 @@ def register_engine(
     """Return a decorator that registers a function which builds a rollout engine from a policy and its stage.
 
     Args:
-        name: The value of `generation.engine` that chooses it.
+        name: The value of `generation.engine` that chooses the engine.
         runs_in_processes: Whether it runs in separate processes, so that `generation.num_engines`, `generation.refit`
             and similar keys have an effect.
         stops_at_strings: Whether it ends completions at `Sampling.stop_strings`, the texts of

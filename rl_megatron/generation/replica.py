@@ -1,4 +1,4 @@
-"""`Replica`: the decoder's interface to a model: a cache with slots, and forward passes that read and write it."""
+"""`Replica`: the decoder's interface to a model, with a cache of slots and forward passes that read and write it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_megatron.generation.slot_cache import SlotCache
 
 
 class Replica(Protocol):
-    """One copy of the model, on one or several ranks, all of which make the same calls."""
+    """A copy of the model on one or more ranks, which all make the same calls."""
 
     @property
     def device(self) -> torch.device:
@@ -37,11 +37,11 @@ class Replica(Protocol):
 
     @property
     def shares_experts(self) -> bool:
-        """Return whether other replicas compute tokens of this one, so that all take part in every pass."""
+        """Return whether replicas share experts (expert parallelism), so that all take part in every forward pass."""
         ...
 
     def make_cache(self, num_slots: int, capacity: int) -> SlotCache:
-        """Make the cache that `active` lets the model use."""
+        """Make the cache. The model uses it within `active`."""
         ...
 
     def active(self) -> AbstractContextManager[None]:
@@ -49,7 +49,7 @@ class Replica(Protocol):
         ...
 
     def agree(self, refills: bool, decodes: bool) -> tuple[bool, bool]:
-        """Return whether any of the replicas that share experts reads prompts, and whether any decodes."""
+        """Return whether any replica that shares experts with this one prefills prompts, and whether any decodes."""
         ...
 
     def read(self, tokens: Tensor) -> None:
@@ -61,7 +61,7 @@ class Replica(Protocol):
         ...
 
     def gather_stages(self, experts: Tensor) -> Tensor:
-        """Return this rank's experts [slots, layers, capacity, k] completed with those of other stages, int16."""
+        """Return the experts of all pipeline stages' layers, int16 [slots, layers, capacity, k], from this rank's."""
         ...
 
     def sample(self, logits: Tensor, uniforms: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

@@ -46,8 +46,8 @@ def make_requests(prompts: Sequence[Sequence[int]], sampling: Sampling, seed: in
 def draw_uniforms(requests: Sequence[Request], num_tokens: int) -> Tensor:
     """Draw the random numbers that decide the first tokens of each request, [requests, num_tokens] fp64 in [0, 1).
 
-    Each number depends on the request's seed and the index of the token alone: not on the engine, the batch, the order
-    of requests, or how many tokens are asked for.
+    Each number depends only on the request's seed and the token's index: not on the engine, the batch, the order of
+    requests, or `num_tokens`.
     """
     seeds = np.array([request.seed & _BITS for request in requests], dtype=np.uint64)
     steps = np.arange(1, num_tokens + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
@@ -56,13 +56,13 @@ def draw_uniforms(requests: Sequence[Request], num_tokens: int) -> Tensor:
 
 @dataclass
 class PartialCompletion:
-    """A request and the part of its completion that exists. Another rank can continue it, with other weights."""
+    """A request and the part of its completion generated so far. Another rank can continue it, with other weights."""
 
     request: Request
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[WeightSpan] = field(default_factory=list)
-    routed_experts: Tensor | None = None  # of the tokens that the model has read, if they are recorded
+    routed_experts: Tensor | None = None  # those of the tokens that the model has read; None if not recorded
 
     @property
     def all_ids(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Sample from logits that are sharded over the vocabulary, without gathering them.
 
-One uniform number per sequence decides the token: rank r owns the part of [0, 1) that its share of the probability mass
-covers. So the token depends on that number alone, not on the tensor-parallel degree.
+One uniform number per sequence decides the token: [0, 1) is divided among the ranks by their shares of the probability
+mass. So the same number gives the same token for every tensor-parallel degree.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def sample(
         logits: [B, V/tp], this rank's equal shard.
         uniforms: [B] in [0, 1), equal on all ranks.
         sampling: How tokens are sampled.
-        tp_group: The tensor-parallel ranks; None if the logits are whole.
+        tp_group: The tensor-parallel ranks; None if the logits are not sharded.
         valid_vocab_size: Token ids from this one on are padding and never sampled.
 
     Returns:
-        Token ids [B] and their logprobs [B] fp32, equal on all ranks. A logprob is from the whole distribution at the
-        temperature, before top-k and top-p.
+        Token ids [B] and their logprobs [B] fp32, equal on all ranks. Logprobs are those of the whole distribution at
+        the temperature, before top-k and top-p.
     """
     start = _rank(tp_group) * logits.size(-1)
-    # A shard that is all padding keeps one column, whose score is −inf.
+    # A shard that has only padding keeps one column, whose score is −inf.
     logits = logits[:, : max(1, min(logits.size(-1), valid_vocab_size - start))]
     scores = logits.float()
     if sampling.temperature not in (0.0, 1.0):
@@ -105,7 +105,7 @@ def _invert(weights: Tensor, blocks: Tensor, uniforms: Tensor, start: int, group
     masses = gather_from_ranks(cumulated[:, -1].contiguous(), group)  # [tp, B]
     edges = masses.cumsum(0)
     target = uniforms * edges[-1]
-    # Rounding can put the target on the last edge: the last rank that has mass owns it then.
+    # Rounding can make the target equal the total mass. Then the last rank that has any mass owns it.
     owner = _find_first_above(edges.T, masses.T, target)
     lower_edge = edges.gather(0, owner[None])[0] - masses.gather(0, owner[None])[0]
     inside = (target - lower_edge).clamp(min=0)

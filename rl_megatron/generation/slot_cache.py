@@ -18,7 +18,7 @@ class SlotCache:
     experts to which the routers of this rank's layers sent the tokens.
 
     The token at position p of a slot's sequence is in column p. `write_prompts` or `write_tokens` must be called before
-    each forward pass to determine where it writes. Subclasses connect a model's layers with the cache.
+    each forward pass to set where the pass writes. Subclasses connect a model's layers with the cache.
     """
 
     def __init__(self, num_slots: int, capacity: int, device: torch.device, routing: tuple[int, int] | None = None):
@@ -28,7 +28,7 @@ class SlotCache:
             num_slots: The number of slots.
             capacity: The number of tokens in a slot.
             device: The device of the routed experts; keys and values are where the model computes them.
-            routing: The layers of the whole model and the experts per token, if routed experts are kept.
+            routing: The numbers of the whole model's layers and of experts per token; None keeps no routed experts.
         """
         self.num_slots, self.capacity = num_slots, capacity
         self.experts: Tensor | None = None  # [slots, layers, capacity, k], 0 in layers of other pipeline stages
@@ -42,7 +42,7 @@ class SlotCache:
         self._masks: dict[int | None, Tensor | None] = {}
 
     def write_prompts(self, slots: Tensor, sources: Tensor, lengths: Tensor) -> None:
-        """Make the next forward pass write the first columns of slots, without attention to cached columns.
+        """Make the next forward pass write slots from their first column on, without attention to cached columns.
 
         Args:
             slots: The slots, [b].
@@ -77,17 +77,17 @@ class SlotCache:
     def attend_to_cached(
         self, layer: int, query: Tensor, scale: float | None, window: int | None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Return the attention's output [n, N, D] of one new token of each of the first n slots.
+        """Return the attention's output [n, N, D] for one new token in each of the first n slots.
 
         Args:
             layer: The layer's number.
             query: [n, N, D].
             scale: The factor of the scores; None for 1/√D.
-            window: The number of tokens that a token attends to, itself included; None for all before it.
+            window: The number of tokens that a token attends to, itself included; None for no limit.
             sinks: [N], the score of each head's sink; None if heads have no sinks.
         """
         keys, values = (cached[: len(query), :, : self.width] for cached in self._layers[layer])
-        # The heads that share a key attend like several queries of one head, so that keys are not repeated.
+        # Heads that share a key are passed as several queries of one head, so that keys need not be repeated.
         queries, mask = query.unflatten(1, (keys.size(1), -1)), self.get_mask(1, window, query)
         if sinks is None:
             output = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
@@ -96,7 +96,7 @@ class SlotCache:
         return output.flatten(1, 2)
 
     def get_states(self, layer: int, num_sequences: int) -> DeltaStates | None:
-        """Return the first slots' states of a layer before the pass, or None if all of them are 0."""
+        """Return a layer's states before the pass, of the first `num_sequences` slots, or None if all are 0."""
         if self.positions is None or layer not in self._delta_states:
             return None
         return DeltaStates(*(state[:num_sequences] for state in self._delta_states[layer]))
@@ -111,7 +111,7 @@ class SlotCache:
                 cached[: len(new)] = new
 
     def get_mask(self, num_new: int, window: int | None, like: Tensor) -> Tensor | None:
-        """Return the mask of a layer with this window. It is made once for all layers of a forward pass.
+        """Return the mask of a layer with this window. It is made once per forward pass.
 
         Returns:
             The bias that is added to the scores, with the dtype of `like`: for prompts, [num_new, num_new], or None for

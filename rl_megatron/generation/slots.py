@@ -1,4 +1,4 @@
-"""The state of running sequences on the device, one slot for each, and its update by every token."""
+"""The decoding state of running sequences, one slot for each, and its update by new tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_TOKEN = -1
 
 @dataclass
 class Slots:
-    """The state of running sequences, one entry per slot in each attribute, the same on all ranks of a model replica.
+    """The decoding state of running sequences, one entry per slot in each attribute, equal on all ranks of a replica.
 
     Attributes:
         next_token: The token that the model reads next, [slots].
@@ -24,7 +24,7 @@ class Slots:
         generated: The number of tokens generated in this slot, [slots].
         limit: The maximum number of tokens to generate in this slot, [slots].
         stop_ids: The tokens that end the completion, [slots, k], padded with −1.
-        uniforms: The random number of each token, [slots, tokens] fp64.
+        uniforms: The random number of each token to generate, [slots, tokens] fp64.
         tokens: The tokens generated in this slot, [slots, tokens].
         logprobs: Their logprobs, [slots, tokens] fp32.
         running: Whether the sequence continues, [slots].
@@ -76,7 +76,7 @@ class Slots:
             setattr(self, field.name, new)
 
     def fill(self, first: int, sequences: Sequence[PartialCompletion]) -> None:
-        """Begin sequences in the slots from `first` on. The caller caches all their tokens but the last."""
+        """Begin sequences in the slots from `first` on. The caller then lets the model read all tokens but the last."""
         slots, device = slice(first, first + len(sequences)), self.tokens.device
         texts = [sequence.all_ids for sequence in sequences]
         generated = [len(sequence.ids) for sequence in sequences]
@@ -105,12 +105,12 @@ class Slots:
             tensor[targets] = tensor[sources]
 
     def get_next_uniforms(self, count: int) -> Tensor:
-        """Return the random numbers of the next token of the first `count` slots, [count]."""
+        """Return the random numbers for the next tokens of the first `count` slots, [count]."""
         column = self.generated[:count].clamp(max=self.uniforms.size(1) - 1)
         return self.uniforms[:count].gather(1, column[:, None])[:, 0]
 
     def add(self, chosen: Tensor, logprobs: Tensor) -> None:
-        """Append a token, [count], to each running sequence of the first slots, without waiting for the device.
+        """Append `chosen` [count] to the running sequences among the first slots, without waiting for the device.
 
         A sequence also ends at a token whose logits were NaN.
         """

@@ -8,14 +8,14 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer as Backend
 
-# Extra tokens before the last ones, which may contain a text: the first token may be decoded to half a character or
-# without its space, and some tokens are decoded to nothing.
+# Extra tokens to decode before the last ones, in which a stop string may be: the first token may be decoded to half a
+# character or without its space, and some tokens are decoded to nothing.
 _MARGIN = 8
 
 
 @dataclass(frozen=True)
 class StopStrings:
-    """Texts that end a completion, and the tokenizer that decodes it. They are pickled for engines in other processes.
+    """Texts that end a completion, and the tokenizer that decodes it. Both are pickled for engines in other processes.
 
     A completion ends at the first token after which its text contains one of the texts. Special tokens are decoded too,
     so that a stop string may contain them.

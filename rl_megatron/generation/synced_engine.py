@@ -92,7 +92,7 @@ class SyncedEngine:
                 return completions  # otherwise they come from a restarted engine, which has not been checked
 
     def prepare(self, prompts: list[list[int]]) -> Served:
-        """Sync the policy's current weights, check them on prompts, and return the copy that the engine serves.
+        """Sync the policy's current weights, check logprobs on the prompts, and return the copy that the engine serves.
 
         Raises:
             EngineMismatch: The engine's logprobs differ from the trainer's.
@@ -109,7 +109,7 @@ class SyncedEngine:
             self._checked = served  # if the engine restarted during the check, the check is repeated
 
     def _shorten(self, request: Request) -> list[int]:
-        """Return the beginning of a prompt that leaves enough tokens for a completion of the logprob check."""
+        """Return the prompt, shortened if needed so that the logprob check's completion fits after it."""
         length = len(request.prompt) + min(0, request.sampling.max_new_tokens - self._check.max_new_tokens)
         return list(request.prompt[: max(1, length)])
 
@@ -121,7 +121,7 @@ class SyncedEngine:
             )
 
     def sleep(self) -> None:
-        """Let the engine release memory that the policy needs for training, if it shares devices with the policy."""
+        """Let the engine release memory that the policy needs for training, if both share devices."""
         sleep = getattr(self._engine, "sleep", None)
         if sleep is not None:
             with phase("sleep"):

@@ -19,13 +19,14 @@ size:
     batch sequence  [B, S]; results of `next_token_stats` are [B, S-1]
     vocab_local     this rank's columns of the vocabulary, V/tp, including padding
     hidden          the size of the hidden states, H
-    ids, targets    K more ids of each token; J columns of each row that have a gradient of their own
-    *_local         this rank's part of a dimension that context or sequence parallelism cuts
+    ids             K more ids of each token
+    targets         J columns of each row that have a gradient of their own
+    *_local         this rank's part of a dimension that context or sequence parallelism splits
     {name}          the value of the argument `name`
     #name           that size, or 1
 
-`Float` is any floating-point dtype, `Int` any signed integer, `Shaped` any dtype. If a shape string could be read as a
-Python expression, such as a single name, it starts with a space, because ruff would otherwise check it as one.
+`Float` is any floating-point dtype, `Int` any signed integer, `Shaped` any dtype. A shape string that is also a
+Python expression, such as a single name, starts with a space, because ruff would otherwise check it as code.
 """
 
 from rl_megatron.logprobs.api import IGNORE_INDEX, LogprobStats, vocab_parallel_logprobs

@@ -64,8 +64,9 @@ def vocab_parallel_logprobs(
     Sums are over the whole vocabulary, whose columns are sharded over `tp_group`. All results are in nats.
 
     Cost: forward reads the logits once and makes one all-gather of 16 bytes per token and rank; `gather_ids` adds one
-    all-reduce of 4·K bytes per token. Backward reads and writes once, without a collective. No buffer of the logits'
-    size is allocated. All arithmetic is in fp32 (fp64 for fp64 logits), rounded once to the logits' dtype.
+    all-reduce of 4·K bytes per token. Backward reads the logits and writes the gradient once, without a collective. No
+    buffer of the logits' size is allocated. All arithmetic is in fp32 (fp64 for fp64 logits); the gradient is rounded
+    once to the logits' dtype.
 
     Memory: backward overwrites the logits' buffer with their gradient. Another operation that saved the logits for its
     own backward must therefore run its backward first. Autograd's version counter checks this in both directions, so
@@ -131,7 +132,7 @@ def vocab_parallel_logprobs(
 def check_shapes(
     logits: torch.Size, targets: Int[Tensor, "*tokens"], gather_ids: Int[Tensor, "*tokens ids"] | None
 ) -> None:
-    """Check that targets and gather_ids are ids and fit logits of this shape."""
+    """Check that targets and gather_ids are integers and fit logits of this shape."""
     for name, ids in (("targets", targets), ("gather_ids", gather_ids)):
         if ids is not None and (ids.is_floating_point() or ids.dtype is torch.bool):
             raise ValueError(f"{name} must be integers, got {ids.dtype}")
@@ -141,7 +142,7 @@ def check_shapes(
         )
     if gather_ids is not None and gather_ids.shape[:-1] != targets.shape:
         raise ValueError(
-            f"gather_ids must be the targets' shape + [K]: gather_ids {tuple(gather_ids.shape)}, "
+            f"gather_ids must have the targets' shape + [K]: gather_ids {tuple(gather_ids.shape)}, "
             f"targets {tuple(targets.shape)}"
         )
 

@@ -1,6 +1,6 @@
 """`TokenRequired`: lets a server answer only requests that carry the token of the run which started it.
 
-It runs in the server's process, whose environment may lack the dependencies of this package.
+This module runs in the server's process, whose environment may lack this package's dependencies.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-TOKEN = "RL_MEGATRON_SERVER_TOKEN"  # the environment variable of servers, and of a run that did not start them
-_OPEN = ("/health",)  # reports only whether the server is ready
+TOKEN = "RL_MEGATRON_SERVER_TOKEN"  # the variable of servers, and of a run that uses running servers
+_OPEN = ("/health",)  # paths that need no token: they report only whether the server is ready
 _Message = MutableMapping[str, Any]
 _App = Callable[[_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]], Awaitable[None]]
 

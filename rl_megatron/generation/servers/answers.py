@@ -1,4 +1,4 @@
-"""Check a server's answer before anything is learned from it."""
+"""Check a server's answer before it is used for training."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rl_megatron.generation.interfaces import Completion, EngineFailed, Request,
 from rl_megatron.generation.servers.dialect import RawAnswer
 from rl_megatron.generation.stop_strings import StopStrings
 
-_LARGEST_LOGPROB = 1e-3  # rounding can make the logprob of a certain token a little positive
+_LARGEST_LOGPROB = 1e-3  # rounding can make the logprob of a token with probability 1 slightly positive
 _REMEDY = "nothing was learned from it; look at the server's log, and use a version that docs/rollout_engines.md lists"
 
 
 def check_answer(request: Request, answer: RawAnswer, vocab_size: int, server: str) -> Completion:
     """Return a server's answer as a completion, which ends at the first stop string.
 
-    Servers have no tokenizer, so they continue after a stop string, and the rest is cut off here. A token depends only
+    Servers have no tokenizer and so continue after a stop string; the rest is cut off here. A token depends only
     on earlier tokens, so the completion is the same as if the server had stopped.
 
-    A NaN or missing logprob becomes NaN, which `make_completion_batch` reports: the logits were NaN, which is the fault
-    of the model and not of the server. `server` is the server's name in messages.
+    A missing logprob becomes NaN: the logits were NaN, which is the fault of the model and not of the server.
+    `make_completion_batch` reports NaN logprobs. `server` is the server's name in messages.
 
     Raises:
         EngineFailed: The answer contradicts the request or itself. The message names the server and the request.
@@ -78,7 +78,7 @@ def _find_fault_in_tokens(request: Request, answer: RawAnswer, vocab_size: int) 
 
 
 def _find_fault_in_end(request: Request, answer: RawAnswer) -> str | None:
-    """Return what is wrong with the end of a completion, or None if it is a stop token, the limit or an abort."""
+    """Return what is wrong with the end of a completion, or None if a stop token, the limit or an abort ended it."""
     reason, ids, most = answer.reason, answer.ids, request.sampling.max_new_tokens
     stops = [position for position, token in enumerate(ids) if token in request.sampling.stop_ids]
     if stops and stops[0] != len(ids) - 1:
@@ -111,7 +111,7 @@ def _find_fault_in_versions(answer: RawAnswer) -> str | None:
 
 
 def _find_fault_in_experts(request: Request, answer: RawAnswer) -> str | None:
-    """Return what is wrong with recorded experts, or None if each token but the last (not read) has some."""
+    """Return what is wrong with recorded experts, or None if there is one entry per token that was read."""
     experts, num_read = answer.routed_experts, len(request.prompt) + len(answer.ids) - 1
     if experts is not None and (experts.dim() != 3 or len(experts) != num_read):
         return f"its routed experts have shape {tuple(experts.shape)}, but the model read {num_read} tokens"

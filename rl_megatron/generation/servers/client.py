@@ -17,7 +17,7 @@ from rl_megatron.weight_sync.servers import ServerDied, ServerRefused
 
 _SECONDS_TO_CONNECT = 10.0
 _SECONDS_OF_HEALTH = 10.0
-_SECONDS_KEPT_ALIVE = 2.0  # less than servers keep idle connections, so that a request does not meet a closing one
+_SECONDS_KEPT_ALIVE = 2.0  # shorter than servers keep idle connections, so that no request meets a closing one
 _LONGEST_EXCERPT = 400  # characters of a server's own message
 _TEMPORARY = (408, 429, 500, 502, 503, 504)
 
@@ -132,7 +132,7 @@ class ServerClient:
 
 
 def _excerpt(text: str) -> str:
-    """Return the message in a server's answer, or the beginning of the answer."""
+    """Return the error message in a server's answer, or else the answer, cut to `_LONGEST_EXCERPT` characters."""
     try:
         body = json.loads(text)
     except ValueError:

@@ -16,10 +16,10 @@ from rl_megatron.model.families import family_of_model
 def check_servers(
     stage: StageConfig, vocab_size: int, settings: ServersConfig, python: str, length_key: str, remedy: str
 ) -> None:
-    """Check a stage's model, the servers' limit on the length of sequences, and that servers can be started.
+    """Check that Hugging Face's format can express the model, that the length limit suits it, and that servers start.
 
-    `python` is the program that starts the servers; if it is missing, the message has the `remedy`. `length_key` is the
-    key with the limit.
+    `python` is the program that starts the servers; if it is missing, the message ends with `remedy`. `length_key` is
+    the key with the servers' limit on the length of sequences.
 
     Raises:
         ConfigError: Something is missing; the message names the key.
@@ -43,13 +43,13 @@ def check_servers(
 def choose_server_devices(
     settings: ServersConfig, size_key: str, policy: torch.device, shared: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of the GPUs of each server that a node starts; empty on a CPU, or if servers run already.
+    """Return, for each server that a node starts, its GPU numbers; empty on a CPU, or if servers run already.
 
     Args:
         settings: The section of the servers.
         size_key: The section's key with the number of GPUs of a server.
         policy: The device of the policy.
-        shared: Whether servers and ranks share GPUs, from number 0 on. Otherwise the servers' GPUs follow the ranks'.
+        shared: Whether servers use the ranks' GPUs, from number 0 on. If not, the servers' GPUs follow the ranks'.
 
     Raises:
         ConfigError: This machine has too few GPUs.

@@ -16,14 +16,14 @@ from rl_megatron.weight_sync.buckets import RefitPlan
 
 @dataclass(frozen=True)
 class RawAnswer:
-    """A server's answer before it is checked, with the names of `Completion`.
+    """A server's answer before it is checked. The attributes have the names of `Completion`'s.
 
     Attributes:
         ids: The completion's token ids, its stop token included.
-        logprobs: The logprobs of `ids` as the server gave them; None if one is missing. They may be NaN.
+        logprobs: The logprob of each token as the server gave it. It may be NaN; None means that it is missing.
         versions: (version, start, end) of each span of tokens, as the server gave them.
-        reason: Why the completion ended: stop, length or abort, or the server's word for another reason.
-        routed_experts: The experts of each token that the model read, [tokens, layers, k], if they were asked for.
+        reason: Why the completion ended: "stop", "length", "abort", or the server's word for another reason.
+        routed_experts: The experts of each token that the model read, [tokens, layers, k]; None if not requested.
     """
 
     ids: Sequence[int]
@@ -41,7 +41,7 @@ class ServerFacts:
         takes_seeds: Whether requests may have seeds.
         max_tokens_in_flight: The maximum number of tokens in the prompts and completions of all requests in flight;
             None if there is no limit.
-        why_no_seeds: The reason why requests may have no seeds, for a log line.
+        why_no_seeds: Why requests cannot have seeds, for a log line.
     """
 
     takes_seeds: bool = True
@@ -55,13 +55,13 @@ class Launch:
 
     Attributes:
         index: The number of the server on this node.
-        model_directory: A directory with the model's config.json, and without weights or a tokenizer.
+        model_directory: A directory with the model's config.json, but without weights and tokenizer.
         plan: The model and the weights that will be sent.
         host: The address to which the server binds.
         port: The port at which it listens.
         devices: The numbers of the node's GPUs on which it computes; empty for the CPU.
-        token: The token that the server requires of every request; its environment variable `access.TOKEN` has the
-            token. Empty if the server requires none.
+        token: The token that the server requires in every request, and gets in the environment variable
+            `access.TOKEN`; empty for none.
         weights: A directory with config.json and the weights that it starts with; None if all weights are sent later.
     """
 
@@ -91,12 +91,12 @@ class ServerDialect(Protocol):
     def command(self, launch: Launch) -> tuple[list[str], dict[str, str]]:
         """Return the command that starts a server, and the environment variables to set for it.
 
-        A variable that the user has set should keep its value.
+        The caller keeps the values of variables that the user has set.
         """
         ...
 
     def explain(self, log: str) -> str | None:
-        """Return the remedy for a server that ended before it was ready, from its log; None if none is known."""
+        """Return a remedy, based on the log, for a server that ended before it was ready; None if none is known."""
         ...
 
     async def facts(self, server: ServerClient) -> ServerFacts:
@@ -109,7 +109,7 @@ class ServerDialect(Protocol):
         ...
 
     def http_request(self, request: Request, with_seed: bool) -> tuple[str, dict[str, object]]:
-        """Return the path and the JSON body of a request, which may be sent again if there is no answer."""
+        """Return the path and the JSON body for a request. It may be sent again if there is no answer."""
         ...
 
     def parse_response(self, body: object) -> RawAnswer:

@@ -31,13 +31,13 @@ _SECONDS_TO_NOTICE = 0.5  # a guardian notices within this time that its server 
 
 @dataclass(frozen=True)
 class ServerKind:
-    """The properties of one kind of servers that a `ServerEngine` needs."""
+    """The parts of a `ServerEngine` that depend on the kind of its servers."""
 
     dialect: ServerDialect
     settings: ServersConfig
     make_sync: Callable[[WeightServers], ServerSync]
     max_tokens: int  # of a prompt with its completion
-    devices: Sequence[tuple[int, ...]] = ()  # the numbers of the GPUs of each server of a node; empty for the CPU
+    devices: Sequence[tuple[int, ...]] = ()  # the GPU numbers of each server on a node; empty for the CPU
     sleeps: bool = False  # whether servers release their memory while the policy trains
     base: BaseOnDisk | None = None  # the weights that servers start with, if only an adapter is sent to them
 
@@ -45,8 +45,8 @@ class ServerKind:
 class ServerEngine:
     """A `RolloutEngine` on inference servers. The first weight sync starts them, or connects to running ones.
 
-    Only rank 0 sends requests and gets the answers, on an asyncio loop in a separate thread. Every rank gets the
-    failures. All ranks take part in weight syncs. If a server dies, it is started again, all servers get the weights
+    Only rank 0 sends requests and gets the answers, on an asyncio loop in a separate thread. Failures are raised on
+    every rank. All ranks take part in weight syncs. If a server dies, it is started again, all servers get the weights
     again, and the requests that were not answered are sent again.
     """
 
@@ -91,8 +91,8 @@ class ServerEngine:
 
         Raises:
             WeightsRefused: On every rank, if the weights that arrived are not those that were sent.
-            EngineFailed: On every rank, if servers die more often than `generation.max_engine_restarts`, or one cannot
-                be used.
+            EngineFailed: On every rank, if servers die more often than `generation.max_engine_restarts`, or a server
+                cannot be used.
         """
         if self._ranks.share(lambda: self._has_lost_a_server):
             self._served, self._has_lost_a_server = None, False
@@ -121,7 +121,7 @@ class ServerEngine:
             ConfigError: The prompt is too long for `max_new_tokens`.
             EngineFailed: The answer cannot be used.
             EngineLost: The server died. After `sync` has started it again, the request may be repeated.
-            ValueError: Another request that has no completion yet has this id.
+            ValueError: Another open request has this id.
         """
         if self._served is None or self._has_lost_a_server:
             raise EngineLost("the rollout engine serves no weights; call sync() first")
@@ -161,7 +161,7 @@ class ServerEngine:
     # --- work that is repeated if a server dies ---
 
     def _run_with_restarts(self, attempt: Callable[[], _T]) -> _T:
-        """Return what `attempt` returns. If a server dies in it, note which servers to start again, and try again."""
+        """Return what `attempt` returns. If a server dies meanwhile, note which servers to restart, and try again."""
         while True:
             try:
                 return attempt()
@@ -253,7 +253,7 @@ class ServerEngine:
         return self._sender
 
     def _check_lengths(self, requests: Sequence[Request]) -> None:
-        """Raise ConfigError if prompts with completions may become longer than the policy or the servers allow."""
+        """Raise ConfigError if a prompt with its completion may become longer than the policy or the servers allow."""
         check_requests(requests, self.policy.model_config.max_sequence_length, self.policy.vocab_size)
         longest = max(len(request.prompt) + request.sampling.max_new_tokens for request in requests)
         most = self._kind.max_tokens
@@ -264,7 +264,7 @@ class ServerEngine:
             )
 
     def _tell_all(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
-        """Make a call for every server; all ranks wait for the calls."""
+        """Run `call` for every server; all ranks wait until these calls have finished."""
         self._loop.run_for_all_ranks(lambda: self._get_sender().call_all(call))
 
     def _forget_servers(self) -> None:

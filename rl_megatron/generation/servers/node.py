@@ -31,16 +31,16 @@ class ServerLauncher:
     settings: ServersConfig
     dialect: ServerDialect
     model: RefitPlan  # without tensors; the run sends the weights later
-    devices: Sequence[tuple[int, ...]]  # the numbers of the GPUs of each server; empty for the CPU
+    devices: Sequence[tuple[int, ...]]  # the GPU numbers of each server; empty for the CPU
 
     def command(self) -> tuple[list[str], dict[str, str]]:
-        """Return the command of a server with an example of an address and a directory."""
+        """Return a server's command and environment, with an example address and an example directory."""
         devices = self.devices[0] if self.devices else ()
         return self.dialect.command(Launch(0, Path("model"), self.model, "host", 1, devices))
 
 
 def describe_model(model: ModelConfig, dtype: str, vocab_size: int) -> RefitPlan:
-    """Return a plan without weights; servers need it before they start. `dtype` is torch's name, as "bfloat16".
+    """Return a refit plan without tensors, which servers need to start. `dtype` is a torch name such as "bfloat16".
 
     Raises:
         ConfigError: No Hugging Face family can express the model.
@@ -62,8 +62,8 @@ class NodeServers:
         settings = launcher.settings
         if settings.port is None:
             raise ConfigError(
-                f"{settings.key}.port=null: the run has to know where the servers listen; give --port 8000, and "
-                "--server-nodes HOST:8000 to the run"
+                f"{settings.key}.port=null: the run has to know where the servers listen; add --port 8000 here, "
+                "and --server-nodes HOST:8000 to the run"
             )
         token = os.environ.get(TOKEN, "")
         if not token and not is_loopback(settings.host):

@@ -1,4 +1,4 @@
-"""`ServerPool`: all servers of an engine, which the nodes start or which run already."""
+"""`ServerPool`: all servers of an engine, whether the run started them or not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TOKEN_BYTES = 32
 
 
 class ServerPool:
-    """The servers, started by the first rank of each node, and rank 0's clients. Every rank calls every method.
+    """The servers, which each node's first rank starts, and rank 0's clients. Every rank calls every method.
 
     Attributes:
         clients: On rank 0, one client for each server; empty on other ranks.
@@ -63,7 +63,7 @@ class ServerPool:
 
         Args:
             plan: The model that the servers serve.
-            devices: The numbers of the GPUs of each server of a node; empty for the CPU.
+            devices: The GPU numbers of each server on a node; empty for the CPU.
             broken: The addresses of servers to start again although their processes run.
             weights: A directory with the weights that servers start with; None if all weights are sent later.
 
@@ -93,7 +93,7 @@ class ServerPool:
     def find_deaths(self, death: str) -> tuple[list[str], list[str]]:
         """Return the addresses of the servers that cannot take requests, and the ends of their logs, on every rank.
 
-        `death` is the message of a death, or empty. A server that it names counts as dead.
+        `death` is the error message about a death, or empty. A server that the message names counts as dead.
         """
         broken = self._loop.run_for_all_ranks(self._find_unhealthy)
         broken += [
@@ -151,14 +151,14 @@ class ServerPool:
         limit = self._settings.startup_timeout_seconds
         if silent and time.monotonic() - began > limit:
             raise EngineFailed(
-                f"{silent[0]} does not answer GET {self._dialect.health_path} with status 200, and did not within "
+                f"{silent[0]} does not answer GET {self._dialect.health_path} with status 200, although the run waited "
                 f"{self._dialect.key}.startup_timeout_seconds={limit:g}; start the server, or correct "
                 f"{self._dialect.key}.server_urls or server_nodes"
             )
         return not silent
 
     def _check_host(self) -> None:
-        """Raise ConfigError if there are several nodes, and servers would listen at the loopback address."""
+        """Raise ConfigError if there are several nodes, but servers would listen at the loopback address."""
         nodes = sum(self._ranks.gather(os.environ.get("LOCAL_RANK", "0") == "0"))
         host, key = self._settings.host, self._dialect.key
         if nodes > 1 and not self._settings.urls and is_loopback(host):

@@ -38,7 +38,7 @@ _LINES_SHOWN = 5
 _BYTES_READ = 1 << 16
 _PORT_IN_USE = "address already in use"
 _EVERYWHERE = ("0.0.0.0", "::")  # hosts for all interfaces
-# With these, a server's processes listen at the loopback address, instead of the address of the machine's name.
+# These variables make a server's processes listen at the loopback address, not at the address of the hostname.
 _ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
@@ -113,8 +113,8 @@ class ServerProcess:
         answer = httpx2.get(self.url + _NEEDS_A_TOKEN, timeout=_SECONDS_OF_HEALTH, trust_env=False, verify=False)
         if answer.status_code != 401:
             raise EngineFailed(
-                f"{self.name} answers GET {_NEEDS_A_TOKEN} without the token of the run with status "
-                f"{answer.status_code}, so that others could replace its weights; install a version of it that this "
+                f"{self.name} answers GET {_NEEDS_A_TOKEN} without the token of the run (status "
+                f"{answer.status_code}), so that others could replace its weights; install a version of it that this "
                 f"package was tried with, and remove from {self._dialect.key}.extra_args what turns its check off"
             )
 
@@ -136,13 +136,13 @@ class ServerProcess:
         The guardian may take `seconds_to_leave`; it needs ten seconds if the server ignores SIGTERM.
         """
         if self._guardian.stdin is not None:
-            self._guardian.stdin.close()  # the guardian reads the end of the stream, and ends the server
+            self._guardian.stdin.close()  # the guardian sees the end of its stdin, and ends the server
         try:
             self._guardian.wait(seconds_to_leave)
         except subprocess.TimeoutExpired:
             self._guardian.kill()
             self._guardian.wait()
-        if self._guardian.returncode < 0:  # it was killed, and could not end the server's processes
+        if self._guardian.returncode < 0:  # the guardian was killed, and could not end the server's processes
             _kill_session(self.pid)
 
 
@@ -155,14 +155,14 @@ def _kill_session(leader: int) -> None:
 
 
 def _name_visible(devices: Sequence[int]) -> str:
-    """Return the value of CUDA_VISIBLE_DEVICES for some of the GPUs that this process sees; empty for none."""
+    """Return the value of CUDA_VISIBLE_DEVICES for these of the GPUs that this process sees; empty for none."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = None if seen is None else seen.split(",")
     return ",".join(str(device) if names is None else names[device] for device in devices)
 
 
 class LocalServers:
-    """The servers of this node. On a rank that starts none, it is empty."""
+    """The servers that this rank starts on its node, possibly none."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class LocalServers:
         token: str = "",
         weights: Path | None = None,
     ):
-        """Prepare; nothing is started yet. This rank starts `count` servers; see `Launch` for the rest."""
+        """Prepare; nothing is started yet. This rank starts `count` servers; see `Launch` for the other arguments."""
         self._weights = weights
         self._dialect, self._settings, self._plan, self._token = dialect, settings, plan, token
         self._devices, self._directory = devices, log_directory
@@ -227,7 +227,7 @@ class LocalServers:
                 key = self._dialect.key
                 raise ConfigError(
                     f"{key}.host={host} and {key}.port={first}: {self._dialect.name} {index} cannot listen at port "
-                    f"{port} ({error.strerror}); set {key}.port=null, which takes a free port, or free it"
+                    f"{port} ({error.strerror}); set {key}.port=null, which takes a free port, or free this one"
                 ) from error
             return probe.getsockname()[1]
 
@@ -245,8 +245,8 @@ class LocalServers:
         limit = self._settings.startup_timeout_seconds
         if slow is not None and time.monotonic() - self._began > limit:
             raise EngineFailed(
-                f"{slow.name} was not ready within {self._dialect.key}.startup_timeout_seconds={limit:g}; raise it, "
-                f"or free the machine; {slow.describe_log()}"
+                f"{slow.name} was not ready within {self._dialect.key}.startup_timeout_seconds={limit:g}; raise this "
+                f"limit, or stop other programs on the machine; {slow.describe_log()}"
             )
         return slow is None
 

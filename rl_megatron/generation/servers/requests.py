@@ -51,9 +51,9 @@ class RequestSender:
             log.once(f"requests to {dialect.name}s have no seeds, so a repeated run samples other tokens: {why}")
 
     async def complete(self, request: Request) -> Completion:
-        """Return the completion of a request, which is sent once a server can take it.
+        """Send a request as soon as a server can take it, and return the completion.
 
-        Only requests for completions are sent again, because they change nothing on a server.
+        After a temporary failure the request is sent again, because it changes nothing on a server.
 
         Raises:
             ServerDied: A server died, or did not answer in time.
@@ -93,7 +93,8 @@ class RequestSender:
     async def complete_all(self, requests: Sequence[Request], done: dict[str, Completion]) -> list[Completion]:
         """Return the completions of a batch, in order; see `complete`.
 
-        `done` has the completions so far, by request id. They stay there if this raises, and are not requested again.
+        `done` maps request ids to completions. Requests in `done` are not sent. If this raises, `done`
+        keeps the completions so far.
         """
 
         async def complete(request: Request) -> None:
@@ -110,11 +111,11 @@ class RequestSender:
         return [done[request.request_id] for request in requests]
 
     async def call_all(self, call: Callable[[ServerClient], Coroutine[Any, Any, None]]) -> None:
-        """Make a call for every server, all at the same time."""
+        """Run `call` for all servers at the same time."""
         await asyncio.gather(*(call(server) for server in self.servers))
 
     async def _send(self, server: ServerClient, request: Request) -> Any:
-        """Send a request and return the answer. Repeat it after a temporary error, unless the server is dead."""
+        """Send a request and return the answer. After a temporary error, send it again, unless the server is dead."""
         path, body = self._dialect.http_request(request, self._with_seeds)
         pause = self._seconds_between_attempts
         for attempt in range(1, _ATTEMPTS + 1):

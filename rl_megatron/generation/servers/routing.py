@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-# A group leaves its server if another has fewer requests in flight by more than this number: recomputing a prompt costs
+# A group moves to another server that has fewer requests in flight by more than this number: recomputing a prompt costs
 # less than waiting for that many requests.
 _MOST_AHEAD = 16
 _REMEMBERED_GROUPS = 4096
@@ -16,7 +16,7 @@ _REMEMBERED_GROUPS = 4096
 
 @dataclass
 class Load:
-    """The requests that one server has in flight, and the most that it may have."""
+    """The requests and tokens that one server has in flight, and their limits."""
 
     max_requests: int
     max_tokens: int | None = None  # of prompts and completions together; None if there is no limit
@@ -32,7 +32,7 @@ class Load:
 
 
 class Router:
-    """An object that chooses the least loaded server, but sends a group's requests to the one that has their prefix.
+    """An object that chooses the least loaded server, but sends a group's requests to one that has cached their prefix.
 
     It belongs to one asyncio loop. Requests that no server can take wait in a queue.
     """
@@ -47,7 +47,8 @@ class Router:
     async def assign(self, group: Hashable, tokens: int) -> AsyncIterator[int]:
         """Yield the number of the server for a request, once a server can take it.
 
-        Requests with a common prefix have the same `group`. `tokens` counts the prompt and the longest completion.
+        Requests with a common prefix have the same `group`. `tokens` counts the prompt and the longest possible
+        completion.
         """
         index = None if self._waiting else self._choose(group, tokens)
         if index is None:

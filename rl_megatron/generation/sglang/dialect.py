@@ -1,7 +1,7 @@
 """`SglangDialect`: SGLang's launch command, URLs and JSON.
 
-Requests and answers have token ids instead of text. The native path `/generate` reports the version of the weights of
-each span of tokens. The server loads no tokenizer, and no weights from disk.
+Requests and answers have token ids instead of text. The native path `/generate` reports the weight version of each
+span of tokens. The server loads no tokenizer, and no weights from disk.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from rl_megatron.generation.servers.client import ServerClient
 from rl_megatron.generation.servers.dialect import Launch, RawAnswer, ServerFacts
 from rl_megatron.weight_sync.servers import ServerRefused
 
-# This module was tried with a stand-in that answers as `TRIED_SGLANG` does (docs/rollout_engines.md), not with SGLang.
+# This module was tried with a stand-in that imitates `TRIED_SGLANG`, not with SGLang itself (docs/rollout_engines.md).
 _LAUNCH = Path(__file__).with_name("launch.py")
-_ID_END = "/"  # SGLang aborts all requests whose ids *begin* with an id; with this end, no id begins with another
+_ID_END = "/"  # SGLang aborts all requests whose ids *begin* with the given one; so no id may begin with another
 
 
 class SglangDialect:
@@ -34,7 +34,7 @@ class SglangDialect:
     # --- launching ---
 
     def command(self, launch: Launch) -> tuple[list[str], dict[str, str]]:
-        """Return the command that runs `sglang.launch_server`, and its environment; the caller adds the token to it."""
+        """Return the command that runs `sglang.launch_server`, and its environment, without the token."""
         settings = self._settings
         options = {
             "model-path": launch.model_directory,
@@ -56,7 +56,7 @@ class SglangDialect:
         command = [settings.python, str(_LAUNCH)]
         command += [part for key, value in options.items() if value is not None for part in (f"--{key}", str(value))]
         command += [f"--{flag}" for flag, is_set in flags.items() if is_set]
-        # SGLang's health check would generate a token, and wait for it while the server is paused.
+        # By default, SGLang's health check generates a token, for which it would wait while the server is paused.
         environment = {"HF_HUB_OFFLINE": "1", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
         return [*command, *settings.extra_args], environment
 
@@ -89,8 +89,8 @@ class SglangDialect:
         longest = info.get("context_length")
         if longest is not None and longest < self._context_length:
             raise ServerRefused(
-                f"{server.name} takes at most {longest} tokens, but the policy {self._context_length}: start it with "
-                f"--context-length {self._context_length}, or lower model.max_sequence_length"
+                f"{server.name} takes at most {longest} tokens, but the policy allows {self._context_length}: start it "
+                f"with --context-length {self._context_length}, or lower model.max_sequence_length"
             )
         if info.get("enable_deterministic_inference"):
             return ServerFacts()
@@ -105,7 +105,7 @@ class SglangDialect:
         await server.post("/continue_generation", {})
 
     async def sleep(self, server: ServerClient) -> None:
-        """Release the memory of weights and KV cache: the next weight sync sends all weights."""
+        """Release the memory of weights and KV cache. The next weight sync sends all weights."""
         await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     async def wake(self, server: ServerClient, part: str) -> None:

@@ -19,7 +19,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def build_sglang_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Path) -> ServerEngine:
-    """Build the engine of a stage's policy; its servers log into `output_dir`."""
+    """Build the engine of a stage's policy; its servers log into `output_dir`/servers."""
     settings, minutes = stage.generation.sglang, stage.train.collective_timeout_minutes
     length = settings.context_length or policy.model_config.max_sequence_length
 
@@ -53,7 +53,7 @@ def _check_launch(stage: StageConfig, vocab_size: int) -> None:
 
 
 def make_sglang_launcher(stage: StageConfig, vocab_size: int) -> ServerLauncher:
-    """Return the launcher of a stage's servers on a node without ranks. They may use all GPUs of the node.
+    """Return the launcher of a stage's servers on a node without ranks. The servers may use all its GPUs.
 
     Raises:
         ConfigError: Something is missing; the message names the key.

@@ -1,4 +1,4 @@
-"""Start SGLang's server with the run's token as its key.
+"""Start SGLang's server with the run's token as its API key.
 
 Usage: python launch.py ARGUMENTS…
 
@@ -15,7 +15,7 @@ import sys
 
 if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if path != here]  # other packages have modules of the same names
+    sys.path[:] = [path for path in sys.path if path != here]  # its modules would hide others of the same names
     token = os.environ.get("RL_MEGATRON_SERVER_TOKEN")
     sys.argv += ["--api-key", token] if token else []
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -1,1 +1,1 @@
-"""A rollout engine of Hugging Face models in separate processes."""
+"""A rollout engine that runs Hugging Face models in separate processes."""

@@ -44,7 +44,7 @@ class CachedAttention(SlotCache):
             key: [B, G, S, D].
             value: [B, G, S, D].
             scale: The factor of the scores; None for 1/√D.
-            window: The number of tokens that a token attends to, itself included; None for all before it.
+            window: The number of tokens that a token attends to, itself included; None for no limit.
             sinks: [N], the score of each head's sink; None if heads have no sinks.
         """
         self.keep(layer, key, value)
@@ -80,7 +80,7 @@ def _attend(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Return the output [B, S, N, D] of a layer, with the signature of transformers' attention functions."""
+    """Return a layer's attention output [B, S, N, D]. The signature is that of transformers' attention functions."""
     cache: CachedAttention = module.__dict__["slot_cache"]
     layer = module.__dict__["layer_idx"]
     return cache.attend(layer, query, key, value, scaling, sliding_window, s_aux), None

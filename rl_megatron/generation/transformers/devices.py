@@ -22,8 +22,8 @@ def choose_engine_devices(settings: GenerationConfig, policy: torch.device) -> l
     if kind == "cpu" or (kind == "auto" and policy.type == "cpu"):
         if policy.type == "cuda" and settings.refit == "collective":
             raise ConfigError(
-                "generation.engine_device=cpu and generation.refit=collective: the policy's GPUs share no process "
-                "group with a CPU; set generation.refit=shared_memory, or another engine_device"
+                "generation.engine_device=cpu and generation.refit=collective: the policy's GPUs cannot share a "
+                "process group with a CPU; set generation.refit=shared_memory, or another engine_device"
             )
         return ["cpu"] * count
     if kind == "auto" and opens_memory(settings):

@@ -1,4 +1,4 @@
-"""Generate with Hugging Face models in separate processes, which receive the weights instead of reading files."""
+"""Generate with Hugging Face models in separate processes, which receive weights instead of reading files."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class TransformersEngine:
     async def submit(self, request: Request) -> Completion:
         """Return the completion of one request on rank 0; see `RolloutEngine`.
 
-        Engines decode single requests between the calls that all ranks make: `sync` and `complete` interrupt them, and
-        they continue afterwards.
+        Engines decode single requests between the calls that all ranks make: `sync` and `complete` interrupt these
+        requests, which continue afterwards.
 
         Raises:
             ConfigError: The prompt is too long for `max_new_tokens`.
@@ -124,7 +124,7 @@ class TransformersEngine:
         return self._workers is not None and self._workers.requests.has_lost_a_process
 
     def _run_with_restarts(self, attempt: Callable[[], _T]) -> _T:
-        """Return what `attempt` returns. If an engine dies in it, end all engines and try again."""
+        """Return what `attempt` returns. If an engine dies meanwhile, end all engines and try again."""
         while True:
             try:
                 return attempt()
@@ -153,7 +153,7 @@ class TransformersEngine:
         """Start the engines if needed, and send them the policy's current weights.
 
         It keeps the metrics for `sync`: those of the `WeightSender`, the time until the last engine serves the weights,
-        and the engines' phases `verify` and `copy`.
+        and the times of the engines' phases `verify` and `copy`.
         """
         if not self._started:
             self._start()
@@ -217,8 +217,8 @@ class TransformersEngine:
     def _meet(self, handles: Sequence[PendingGroup]) -> None:
         """Wait until all of the policy's ranks have joined; raise CollectiveFailed on every rank if one cannot join.
 
-        Ranks exchange their states, so that none waits for a rank that cannot join (its port is in use), or for an
-        engine that ended.
+        Ranks exchange their states, so that none waits for a rank that cannot join (for example because its port is
+        in use), or for an engine that ended.
         """
         joined: tuple[bool, ...] = (False,)
         while not all(joined):
@@ -260,12 +260,12 @@ class TransformersEngine:
         """Call a method of the engines' workers, and return their answers.
 
         `arguments` has one tuple for each engine that is called. All ranks call `meanwhile` while the engines work on
-        the answers. Every rank gets the answers, or only rank 0 if not `to_all`.
+        the answers. Every rank gets the answers; if `to_all` is False, only rank 0.
 
         Raises:
             EngineDied: On every rank, if an engine's process ended or was too slow, or a collective failed for a reason
                 that no engine reports.
-            EngineFailed: On every rank, if an engine raised an exception, which it would raise again.
+            EngineFailed: On every rank, if an engine raised an exception, which would recur after a restart.
             WeightsRefused: On every rank, if the weights that arrived are not those that were sent.
         """
         if self._ranks.leads:
@@ -292,10 +292,10 @@ class TransformersEngine:
         return answers.values
 
     def _share_answers(self, to_all: bool) -> Answers:
-        """Return the engines' answers on every rank; if not `to_all`, ranks other than 0 get only the failure.
+        """Return the engines' answers on every rank. If `to_all` is False, ranks other than 0 get only the failure.
 
         The other ranks wait in a broadcast. An engine may need longer than a collective's timeout, so rank 0 broadcasts
-        before that time that there is no answer yet, and all wait again.
+        before the timeout that there is no answer yet, and all wait again.
         """
         on_rank0: tuple[object, ...] = ()
 

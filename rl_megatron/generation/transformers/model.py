@@ -19,8 +19,8 @@ from rl_megatron.weight_sync.buckets import RefitPlan, WeightsRefused
 
 # Part of a module's name in transformers → its name in checkpoints, by model_type, if they differ.
 _RENAMED = {"mixtral": (".mlp.", ".block_sparse_moe.")}
-# Routers of transformers that compute in the weights' dtype. The trainer's router computes in fp32, because bf16 scores
-# often tie, and another choice of experts gives other logits.
+# Routers that compute in the weights' dtype in transformers. Here they compute in fp32, as in the trainer, because bf16
+# scores often tie, and another choice of experts gives other logits.
 _ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter", "GptOssTopKRouter", "Qwen3_5MoeTopKRouter")
 _DELTA_NETS = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 _LETTERS = ("A", "B")
@@ -29,7 +29,7 @@ _EXPERT_PARTS = {"mixtral": ("w1", "w3", "w2")}  # gate, up, down
 
 
 def build_model(plan: RefitPlan, device: torch.device) -> PreTrainedModel:
-    """Build the model without weights; the first refit fills every one of them."""
+    """Build the model with arbitrary weights, all of which the first refit overwrites."""
     settings = dict(plan.hf_config)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with device:
@@ -64,8 +64,8 @@ def _route_in_fp32(router: torch.nn.Module) -> None:
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return views of the model's weights, under their names in a checkpoint.
 
-    A checkpoint has a tensor for each expert, while transformers stacks them: [experts, gate above up, hidden] and
-    [experts, hidden, ffn]. gpt-oss alone has stacked experts in checkpoints, too.
+    A checkpoint has separate tensors for each expert, while transformers stacks them: [experts, gate above up, hidden]
+    and [experts, hidden, ffn]. Only checkpoints of gpt-oss have stacked experts, too.
     """
     kind = model.config.model_type
     if kind == "gpt_oss":
@@ -97,13 +97,13 @@ class _AdapterHook:
 
 
 def attach_adapter(model: PreTrainedModel, plan: RefitPlan) -> dict[str, Tensor]:
-    """Give a model the adapter that a plan announces, and return the plan's tensors by their names in the plan.
+    """Add the adapter that a refit plan describes to a model, and return the plan's tensors by name.
 
-    The adapter's tensors are zeros until the first weight sync. The tensors of modules that are trained whole are those
-    of the base, which weight syncs overwrite. The plan's `hf_config` is an adapter_config.json.
+    The adapter's tensors are zeros until the first weight sync. For modules that are trained whole, weight syncs
+    overwrite the base model's tensors. The plan's `hf_config` is the content of an adapter_config.json.
 
     Raises:
-        WeightsRefused: A name in the plan is not that of a linear layer of the model.
+        WeightsRefused: The plan has an adapter for a module that is not a linear layer of the model.
     """
     config = plan.hf_config
     r = config["r"]

@@ -13,7 +13,7 @@ from rl_megatron.generation.requests import PartialCompletion
 
 
 class PendingRequests:
-    """The requests without a completion. Messages of the policy's process call `add` and `abort`."""
+    """The single requests that have no completion yet. Messages from the policy's process call `add` and `abort`."""
 
     def __init__(self, answer: Callable[[Sequence[Any], str | None], None], make_decoder: Callable[[], Decoder]):
         """Start without requests.
@@ -21,7 +21,7 @@ class PendingRequests:
         `answer` sends (completions, None) to the policy, or (request ids, message) if decoding raised.
         """
         self._send, self._make_decoder = answer, make_decoder
-        self._decoder: Decoder | None = None  # it exists only while it decodes, because its cache takes memory
+        self._decoder: Decoder | None = None  # it exists only while requests run, because its cache takes memory
         self._held: list[PartialCompletion] = []  # requests that the decoder does not have
 
     @property
@@ -58,7 +58,7 @@ class PendingRequests:
             self._answer(ended)
 
     def advance(self) -> None:
-        """Generate a token for each running request, and send the completions that ended."""
+        """Generate a token for each running request, and send the completions that have ended."""
         try:
             if self._decoder is None:
                 self._decoder = self._make_decoder()

@@ -1,7 +1,7 @@
 """Start engine processes, send them requests, and notice if one dies.
 
 Calls and single requests are sent over the socket of a `ChildProcess`, and a thread for each process receives the
-answers. Engines must be started from a thread that lives as long as they are needed: the main thread.
+answers. Engines must be started from the main thread, because they end when the thread that started them ends.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class EngineProcess:
     Attributes:
         index: The engine's number.
         name: The engine's name for messages.
-        socket: This end of its socket, from which one thread reads.
+        socket: The policy's end of the socket, from which one thread reads.
     """
 
     def __init__(self, index: int, timeout_seconds: float):
@@ -71,12 +71,12 @@ class EngineProcess:
         self.index, self.name = index, f"rollout engine {index} (process {self._process.pid})"
         self.socket, self._sending = self._process.socket, threading.Lock()
         self.socket.setblocking(True)
-        # Without a time limit, a write to a stopped process would block. Reads have none: answers may take any time.
+        # Writes have a limit, because a write to a stopped process would block. Reads have none: answers take long.
         limit = struct.pack("ll", int(timeout_seconds), int(timeout_seconds % 1 * 1e6))
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, kind: str, method: str, arguments: tuple[object, ...]) -> None:
-        """Send a "call" of a method of `TransformersWorker`, or a "request", a call of `PendingRequests`.
+        """Call a method of `TransformersWorker` if `kind` is "call", or of `PendingRequests` if it is "request".
 
         OSError is raised if the process has ended, or does not read.
         """
@@ -90,7 +90,7 @@ class EngineProcess:
         return how if has_exited else "stopped answering"
 
     def leave(self, seconds: float) -> None:
-        """Let the process end by itself; kill it if that takes longer."""
+        """Let the process end by itself; kill it if that takes longer than `seconds`."""
         self._process.leave(seconds)
 
 
@@ -138,7 +138,7 @@ class EngineRequests:
         """End a request, if it has no completion yet."""
         with self._lock:
             if request_id in self._futures:
-                with suppress(OSError):  # the process has ended, and `end` fails the request
+                with suppress(OSError):  # the process has ended, so `end` makes the request fail
                     self._processes[self._futures[request_id][0]].send("request", "abort", (request_id,))
 
     def take(self, process: EngineProcess, answers: Sequence[Any], failure: str | None) -> None:
@@ -151,7 +151,7 @@ class EngineRequests:
                     self._futures.pop(answer)[1].set_exception(EngineFailed(f"{process.name}: {failure}"))
 
     def end(self, process: EngineProcess) -> None:
-        """Set EngineLost as the result of all requests of a process that has ended."""
+        """Make all requests of a process that has ended fail with EngineLost."""
         with self._lock:
             self.has_lost_a_process = True
             lost = [request_id for request_id, (index, _) in self._futures.items() if index == process.index]
@@ -160,7 +160,7 @@ class EngineRequests:
 
 
 class EngineWorkers:
-    """Engine processes that are called together.
+    """The engine processes, which are called together.
 
     Attributes:
         requests: The single requests of the engines.
@@ -192,7 +192,7 @@ class EngineWorkers:
         self._received.put((worker, "ended", None))
 
     def ask(self, method: str, *arguments: tuple[object, ...]) -> None:
-        """Call a method of the first engines, each with its arguments; `collect_answers` returns the outcome."""
+        """Call a method of one engine for each of `arguments`; `collect_answers` returns the outcome."""
         self._deadline = time.monotonic() + self._timeout_seconds
         self._asked = method, time.time_ns()
         self._allowed = f"{self._timeout_seconds / 60:.3g} minutes"
@@ -205,7 +205,7 @@ class EngineWorkers:
                 self._note_death(worker)
 
     def hurry(self, seconds: float, why: str) -> None:
-        """Shorten the time that is left for the pending call to `seconds`, for the reason `why`.
+        """Leave at most `seconds` for the pending call, for the reason `why`.
 
         An engine that has not answered by then counts as dead.
         """
@@ -214,7 +214,7 @@ class EngineWorkers:
             self._deadline, self._allowed = hurried, f"{seconds:g} seconds after {why}"
 
     def collect_answers(self, seconds: float) -> Answers | None:
-        """Return the outcome once every engine has answered or died, or None if that takes longer than `seconds`."""
+        """Return the outcome once all engines answered or one died, or None if that takes longer than `seconds`."""
         until = time.monotonic() + seconds
         while self._waiting and self._answers.died is None:
             now = time.monotonic()

@@ -18,7 +18,7 @@ from rl_megatron.generation.transformers.attention import CachedAttention
 
 
 class TransformersReplica:
-    """A `Replica` of one process."""
+    """A `Replica` in one process."""
 
     shares_experts = False
     why_not_captured = "the layers are those of transformers"
@@ -79,9 +79,9 @@ class TransformersReplica:
 
 
 class RoutingRecorder:
-    """A recorder of the experts that a model's routers choose in each forward pass within its context.
+    """A recorder of the experts that a model's routers choose in each forward pass within `recording`.
 
-    In every family with experts in transformers, a layer passes the chosen experts to its module `mlp.experts`.
+    In every family with experts, a layer of transformers passes the chosen experts to its module `mlp.experts`.
     """
 
     def __init__(self, model: PreTrainedModel):

@@ -38,7 +38,7 @@ class TransformersWorker:
     """The methods that the policy's process can call."""
 
     def build(self, plan: RefitPlan, device: str, batch_size: int, records_routing: bool) -> None:
-        """Build the model without weights, on the device; `records_routing` makes it record routed experts."""
+        """Build the model on the device, with arbitrary weights; `records_routing` makes it record routed experts."""
         self._batch_size = batch_size
         self._device = torch.device(device)
         if self._device.type == "cuda":
@@ -49,11 +49,11 @@ class TransformersWorker:
         self._replica = TransformersReplica(self.model, plan.vocab_size, self._version, recorder)
 
     def add_adapter(self, plan: RefitPlan) -> None:
-        """Give the model, which has its weights already, an adapter; every later refit sends that adapter alone."""
+        """Add an adapter to the model, which has its base weights by now. Every later refit sends only the adapter."""
         self.receiver = WeightReceiver(ParameterSink(attach_adapter(self.model, plan)), plan)
 
     def join(self, ip: str, port: int, rank: int, world_size: int, timeout_seconds: float, kind: str) -> None:
-        """Join the process group of the policy's ranks, whose type of device is `kind`."""
+        """Join the process group of the policy's ranks, whose device type is `kind`."""
         device = self._device if kind == self._device.type else torch.device(kind)
         self._group = StandaloneGroup(ip, port, rank, world_size, device, timeout_seconds)
 
@@ -69,7 +69,7 @@ class TransformersWorker:
         return self.receiver.seconds
 
     def begin(self, version: int) -> None:
-        """Begin a refit in shared memory. `take` for each bucket and then `finish` follow."""
+        """Begin a refit through shared memory. Calls of `take`, one per bucket, and then of `finish` follow."""
         self.receiver.begin(version)
 
     def take(self, handle: WeightHandle) -> None:
@@ -95,7 +95,7 @@ class TransformersWorker:
         return [completions[request.request_id] for request in requests]
 
     def make_decoder(self) -> Decoder:
-        """Return a decoder without sequences. The model uses its cache, and no longer that of an earlier decoder."""
+        """Return a decoder without sequences. The model now uses its cache, not that of an earlier decoder."""
         if self.receiver.version is None:
             raise RuntimeError("no weights have arrived yet")
         return Decoder(self._replica, self._batch_size)

@@ -1,7 +1,7 @@
 """`VllmDialect`: vLLM's launch command, URLs and JSON.
 
-Requests and answers have token ids instead of text. The path `/inference/v1/generate` reports the version of the
-weights of each span of tokens. The server loads no tokenizer and, unless it gets only an adapter, no weights.
+Requests and answers have token ids instead of text. The path `/inference/v1/generate` reports the weight version
+of each span of tokens. The server loads no tokenizer and, unless weight syncs send only an adapter, no weights.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class VllmDialect:
         Args:
             settings: The configuration section.
             max_model_len: The most tokens of a prompt with its completion.
-            logprobs_mode: The value of `--logprobs-mode` with which vLLM returns the logprobs of `Completion`.
+            logprobs_mode: The value of `--logprobs-mode` with which vLLM returns logprobs as `Completion` defines them.
             launch_args: Arguments that the weight sync needs.
             launch_environment: Environment variables that the weight sync needs.
-            records_routing: Whether the servers record to which experts they route each token.
+            records_routing: Whether the servers record the experts of each token.
             sleeps: Whether servers are started with the option to release their memory.
             dtype: The dtype of the policy's weights, in which servers compute.
             adapter_rank: The rank of the adapter that servers apply themselves; None if they get merged weights.
@@ -142,8 +142,8 @@ class VllmDialect:
             return "vLLM does not accept one of generation.vllm.extra_args, or this version of vLLM was not tried"
         if "out of memory" in text or "available kv cache memory" in text or "no available memory" in text:
             return (
-                "it has too little memory; set generation.vllm.gpu_memory_utilization, kv_cache_memory_bytes or "
-                "max_model_len"
+                "the server has too little memory; set generation.vllm.gpu_memory_utilization, kv_cache_memory_bytes "
+                "or max_model_len"
             )
         return None
 
@@ -174,8 +174,9 @@ class VllmDialect:
             )
         if model["max_model_len"] < self._max_model_len:
             raise ServerRefused(
-                f"{server.name} takes at most {model['max_model_len']} tokens, but the policy {self._max_model_len}: "
-                f"start it with --max-model-len {self._max_model_len}, or lower model.max_sequence_length"
+                f"{server.name} takes at most {model['max_model_len']} tokens, but the policy allows "
+                f"{self._max_model_len}: start it with --max-model-len {self._max_model_len}, or lower "
+                "model.max_sequence_length"
             )
         if self._records_routing and not config["aux_output_config"]["enable_return_routed_experts"]:
             raise ServerRefused(
@@ -190,8 +191,8 @@ class VllmDialect:
         if most < self._max_model_len:
             why = f"{server.name} computes on a CPU with --max-num-batched-tokens {most}, less than a sequence can have"
             return ServerFacts(takes_seeds=False, why_no_seeds=why)
-        # vLLM cannot reset a CPU's random generator, so its engine ends if a step has only a part of a prompt with a
-        # seed. If all tokens in flight fit into one step, no prompt is divided.
+        # vLLM cannot reset a CPU's random generator, so its engine ends if a step has only a part of a prompt whose
+        # request has a seed. If all tokens in flight fit into one step, no prompt is divided.
         return ServerFacts(max_tokens_in_flight=most)
 
     def _check_adapters(self, server: ServerClient, settings: Mapping[str, Any] | None) -> None:
@@ -210,7 +211,7 @@ class VllmDialect:
         await server.post("/resume")
 
     async def sleep(self, server: ServerClient) -> None:
-        """Drop weights and KV cache: the next weight sync sends all weights."""
+        """Drop weights and KV cache. The next weight sync sends all weights."""
         await server.post("/sleep?level=2")
 
     async def wake(self, server: ServerClient, part: str) -> None:
@@ -255,7 +256,7 @@ def _is_missing(logprob: float | None) -> bool:
 
 
 def _decode_experts(encoded: str | None) -> Tensor:
-    """Decode an array [tokens, layers, k] from base64 of the format .npy, as int16."""
+    """Decode a base64 string with a .npy file, and return its array [tokens, layers, k] as int16."""
     if encoded is None:
         raise ValueError("it has no routed experts")
     array = np.load(BytesIO(b64decode(encoded)), allow_pickle=False)

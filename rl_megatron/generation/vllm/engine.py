@@ -27,7 +27,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def build_vllm_engine(policy: MegatronPolicy, stage: StageConfig, output_dir: Path) -> ServerEngine:
-    """Build the engine of a stage's policy; its servers log into `output_dir`."""
+    """Build the engine of a stage's policy; its servers log into `output_dir`/servers."""
     generation, settings = stage.generation, stage.generation.vllm
     minutes, bucket_bytes = stage.train.collective_timeout_minutes, int(generation.refit_bucket_mb * (1 << 20))
     directory = Path(generation.refit_directory or output_dir / "servers")

@@ -69,8 +69,8 @@ def test_a_server_ends_if_the_process_that_started_it_is_killed(tmp_path):
             "exit=something else",
             r"with status 3 before it was ready; look at the log; its log .* ends: .*something",
         ),
-        ("token=", "answers GET /v1/models without the token of the run with status 404, so that others could"),
-        ("after=60", r"not ready within generation.vllm.startup_timeout_seconds=2; raise it, or free the machine"),
+        ("token=", r"answers GET /v1/models without the token of the run \(status 404\), so that others could"),
+        ("after=60", r"not ready within generation.vllm.startup_timeout_seconds=2; raise this limit, or stop"),
     ],
 )
 @pytest.mark.change

@@ -192,7 +192,7 @@ def test_a_version_that_was_not_tried_is_refused_with_those_that_were(servers):
     ("section", "key", "value", "message"),
     [
         ("model_config", "logprobs_mode", "raw_logits", "start it with --logprobs-mode processed_logprobs"),
-        ("model_config", "max_model_len", 32, "takes at most 32 tokens, but the policy 64: start it with"),
+        ("model_config", "max_model_len", 32, "takes at most 32 tokens, but the policy allows 64: start it"),
     ],
 )
 def test_a_setting_that_makes_answers_unusable_is_refused(servers, section, key, value, message):

@@ -45,7 +45,7 @@ def facts(**info):
 def test_a_version_that_was_not_tried_and_a_short_context_are_refused():
     with pytest.raises(ServerRefused, match=r"is SGLang 0.4.1, with which this package was not tried; .* 0\.5\.23"):
         facts(version="0.4.1")
-    with pytest.raises(ServerRefused, match="takes at most 32 tokens, but the policy 64: start it with --context-l"):
+    with pytest.raises(ServerRefused, match="takes at most 32 tokens, but the policy allows 64: start it with --con"):
         facts(context_length=32)
 
 
