@@ -1,6 +1,6 @@
 """The shape of a microbatch, and its counts of attention's (query, key) pairs and of the gated delta rule's operations.
 
-All counts are closed forms.
+All counts are computed by formulas, without loops over tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from rl_megatron.topology.degrees import SequenceLayout
 
 
 class DeltaFlops(NamedTuple):
-    """The operations of the gated delta rule: of the forward pass, of the backward pass, and those that are needed.
+    """The numbers of operations of the gated delta rule.
 
-    `needed` are the operations of a forward pass without blocks, which handles one token after the other.
+    `needed` is the number for a forward pass without blocks, which handles one token after the other.
     """
 
     forward: int
@@ -36,13 +36,13 @@ NO_DELTA = DeltaFlops(0, 0, 0)
 
 
 def count_delta_flops(shape: DeltaShape, length: int) -> DeltaFlops:
-    """Return the operations of the gated delta rule on a sequence, in blocks (`model/layers/delta_rule.py`)."""
+    """Return the operations of the blockwise gated delta rule (`model/layers/delta_rule.py`) on a sequence."""
     block = min(BLOCK, length)
     blocks, key, value = -(-length // block), shape.key, shape.value
-    scores = 4 * block**2 * key + shape.values * 2 * block**2 * value  # keys and queries · keys, and scores · values
+    scores = 4 * block**2 * key + shape.values * 2 * block**2 * value  # keys·keys and queries·keys; then scores·values
     solve = shape.values * block**2 * (key + value)
-    with_memory = shape.values * 2 * block * key * value  # for each of three products: correct, write, read
-    # The backward pass needs no gradient of the first memory, and none of what is written to the last one.
+    with_memory = shape.values * 2 * block * key * value  # of each of three products: correct, write, read
+    # The backward pass needs no gradient of the first memory or of the last write.
     backward = (6 * blocks - 3 if blocks > 1 else 2) * with_memory
     return DeltaFlops(
         shape.groups * blocks * (scores + solve + 3 * with_memory),
@@ -58,8 +58,8 @@ class MicrobatchShape:
     Attributes:
         lengths: The length of each sequence.
         padded_lengths: The length of each sequence, padding included.
-        width: The number of columns of the batch, at least the longest length.
-        prompt_tokens: The number of tokens at the beginning of each sequence that have no loss.
+        width: The number of columns of the batch, at least the length of the longest sequence.
+        prompt_tokens: The number of tokens without loss at the beginning of each sequence.
         is_packed: Whether the sequences are one after the other. Otherwise they are side by side, and all padded to
             the width.
     """
@@ -96,13 +96,13 @@ class MicrobatchShape:
     def pairs(self, context: int, window: int | None) -> int:
         """Return how many (query, key) pairs attention computes on one rank, padding included.
 
-        Sequences of a pack are computed as one batch, padded to the longest of them, if their lengths have the same
-        number of binary digits. A context-parallel rank has two slices of each sequence. If no mask is needed (no
-        window and equal lengths), each slice attends only to the keys up to its end.
+        Sequences of a pack whose lengths have equally many binary digits are computed as one batch, padded to the
+        longest. A context-parallel rank has two slices of each sequence. If no mask is needed (no window and equal
+        lengths), each slice attends only to the keys up to its end.
 
         Args:
             context: The context-parallel degree.
-            window: The number of tokens that a token attends to, or None for all before it.
+            window: The number of tokens that a token attends to, or None for no window.
         """
         total, slices = 0, 2 * context
         for lengths, longest, has_mask in self._group_attending(window):
@@ -120,11 +120,11 @@ class MicrobatchShape:
         )
 
     def needed_pairs(self, context: int, window: int | None) -> float:
-        """Return the mean number of a rank's pairs whose scores change the result."""
+        """Return the number of pairs whose scores change the result, as a mean over context-parallel ranks."""
         return sum(count_causal_pairs(length, window) for length in self.padded_lengths) / context
 
     def _group_attending(self, window: int | None) -> list[tuple[list[int], int, bool]]:
-        """Return (lengths, the longest, whether it needs a mask) of each group that attention computes as one batch."""
+        """Return (lengths, longest, whether a mask is needed) of each group of sequences that attention batches."""
         together: dict[int, list[int]] = defaultdict(list)
         for length in self.padded_lengths:
             together[length.bit_length() if self.is_packed else 0].append(length)
@@ -135,7 +135,7 @@ class MicrobatchShape:
         return batches
 
     def delta_rule(self, model: ModelConfig, shards: int) -> DeltaFlops:
-        """Return the operations of a layer's gated delta rule on a rank, if `shards` ranks split its groups."""
+        """Return the operations of a layer's gated delta rule on one of the `shards` ranks that split its groups."""
         shape = DeltaShape.from_model(model)
         forward = backward = needed = 0
         for lengths, longest, _ in self._group_attending(None):
@@ -146,10 +146,10 @@ class MicrobatchShape:
         return DeltaFlops(forward // shards, backward // shards, needed // shards)
 
     def predicting(self, *, all_tokens: bool) -> list[tuple[int, int]]:
-        """Return, for each sequence, which tokens' predictions are read, as (first, last + 1).
+        """Return, for each sequence, the range (first, last + 1) of tokens whose predictions are read.
 
-        Without `all_tokens`, only predictions of tokens with a loss are read. With it, all predictions are read,
-        including those of the padding after a shorter sequence.
+        If `all_tokens`, all predictions are read, including those of the padding after a shorter sequence. Otherwise
+        only predictions of tokens with a loss are read.
         """
         if all_tokens:
             return [(0, min(length, self.width - 1) if self.is_packed else self.width - 1) for length in self.lengths]

@@ -1,4 +1,4 @@
-"""`ShardedModel`: the part of a model that this rank holds, for everything that reads or writes its weights."""
+"""`ShardedModel`: the part of a model that this rank holds. Code that reads or writes weights uses it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class ShardedModel:
         vocab_size: The tokenizer's vocabulary size. The embedding's rows beyond it are padding.
         precision: "fp32" or "bf16".
         head: "lm" (logits) or "score" (one number per token).
-        lora: The adapters that are trained instead of the weights, or None if the weights are trained.
-        frozen_adapters: The sections `peft` of adapters with other names, which are frozen.
-        base: The checkpoint of the frozen weights beside adapters, or None if they were not loaded from one.
+        lora: The section `peft` of the trained adapters, or None if the weights themselves are trained.
+        frozen_adapters: The sections `peft` of the frozen adapters, which have other names.
+        base: The checkpoint of the frozen weights under the adapters, or None if the weights are not from a checkpoint.
         adapters_are_new: Whether the adapters are untrained, so that the model computes the same as without them.
         model_chunks: One model chunk per virtual pipeline stage. Training wraps them in megatron-core's DDP.
         version: A number that changes whenever the weights change.
@@ -87,15 +87,15 @@ class ShardedModel:
 
     @property
     def wrapped_model_chunks(self) -> list[DistributedDataParallel]:
-        """Return the model chunks in megatron-core's DDP: all of them if the model is trained, otherwise none."""
+        """Return the model chunks that are wrapped in DDP: all of them if the model is trained, otherwise none."""
         return [model_chunk for model_chunk in self.model_chunks if isinstance(model_chunk, DistributedDataParallel)]
 
     def gather_parameters(self) -> None:
         """Gather the current weights on every rank if an overlapped optimizer step left them scattered.
 
-        It is collective in that case, and with DoRA also if weights have changed, because adapters then compute the
-        lengths of the rows. Otherwise it does nothing. The next training forward would gather the weights too, module
-        by module.
+        It is collective in that case. With DoRA it is also collective if weights have changed, because adapters then
+        compute the lengths of the rows. Otherwise it does nothing. The next training forward would gather the weights
+        too, module by module.
         """
         if self.is_scattered:
             for model_chunk in self.wrapped_model_chunks:

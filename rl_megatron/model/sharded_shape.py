@@ -40,7 +40,7 @@ def optimizer_bytes_per_element(precision: str) -> int:
 
 
 class Parameter(NamedTuple):
-    """A parameter of one rank: the number of its elements there, and whether it belongs to a routed expert.
+    """A parameter on one rank: the number of elements that the rank has, and whether it belongs to a routed expert.
 
     `is_shared` is true for an embedding that the first and the last pipeline stage share.
     """
@@ -75,7 +75,7 @@ class ShardedShape:
         world_size: The number of ranks.
         vocab_size: The size of the vocabulary if `model.vocab_size` is null.
         head: "lm", or "score" for a reward model or a critic.
-        lora: The adapters that are trained instead of the weights, or None if the weights are trained.
+        lora: The section `peft` of the trained adapters, or None if the weights themselves are trained.
     """
 
     model: ModelConfig
@@ -175,7 +175,7 @@ class ShardedShape:
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
     def adapter_elements(self, stage: int) -> tuple[int, int]:
-        """Return the numbers of elements of A and B on a rank of a stage, of dense linears and of experts."""
+        """Return the numbers of elements of A and B on a rank of a stage: of dense linears, and of experts' linears."""
         if self.lora is None:
             return 0, 0
         counted = [0, 0]
@@ -200,7 +200,7 @@ class ShardedShape:
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
     def whole_elements(self, stage: int) -> int:
-        """Return the number of elements, on a rank of a stage, of modules that are trained whole beside adapters."""
+        """Return how many elements a rank of a stage has of modules that are trained whole beside adapters."""
         if self.lora is None:
             return 0
         layers = {layer for layers in self.layers(stage) for layer in layers}
@@ -218,9 +218,9 @@ class ShardedShape:
 
     @lru_cache(maxsize=4096)  # noqa: B019  # shapes are few, and equal ones share the entry
     def stages_of_kinds(self) -> tuple[int, ...]:
-        """Return the first and the last stage, and of those between, the first of each group with equal layers.
+        """Return the first stage, the last stage, and one of each group of other stages with the same kinds of layers.
 
-        The first of a group is chosen, because it holds the most microbatches at once.
+        It is the first of its group, which holds the most microbatches at once.
         """
         last, firsts = self.parallel.pipeline - 1, {}
         for stage in range(1, last):
@@ -230,7 +230,7 @@ class ShardedShape:
         return tuple(sorted({0, *firsts.values(), last}))
 
     def windows(self, stage: int) -> Counter[int | None]:
-        """Return the number of layers of a stage by their window: the tokens that a token attends to, or None for all.
+        """Return the number of layers of a stage by their window, in tokens; None means no window.
 
         Layers with the gated delta rule do not count.
         """

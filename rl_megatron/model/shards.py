@@ -1,8 +1,8 @@
 """The place of every local parameter in the unsharded model, for initialisation, comparison, loading and export.
 
-megatron-core's checkpoint metadata states the global name, the global shape and this rank's offset of each parameter of
-each model chunk (query/key/value and gate/up included). `pieces` reads this metadata, and all code whose result must be
-the same in every layout uses `pieces`.
+For each parameter of each model chunk, megatron-core's checkpoint metadata has the global name, the global shape and
+this rank's offset (also for query/key/value and gate/up). `pieces` reads this metadata, and all code whose result must
+be the same in every layout uses `pieces`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHARDING_METADATA = {"non_homogeneous_layers": True}
 HEAD = "output_layer.weight"
 PADDED = ("embedding.word_embeddings.weight", HEAD)  # global tensors that have rows beyond the vocabulary
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_INIT_THREADS = 8  # the most threads that draw weights; each holds one block of rows
+_INIT_THREADS = 8  # the largest number of threads that draw weights; each holds one block of rows
 _INIT_ROWS = 1024  # rows per generator; a rank draws whole blocks, so this limits the memory and time for its part
 
 
@@ -104,7 +104,7 @@ def _piece(shard: ShardedTensor, is_trained: bool) -> Piece:
         expert = shard.global_offset[0]
         name = name.replace(".experts.experts.", f".experts.{expert}.")
         if stacked > 1 or name == shard.key:
-            raise RuntimeError(f"{shard.key} is stacked along {stacked} axes; only experts may be, along one axis")
+            raise RuntimeError(f"{shard.key} is stacked along {stacked} axes; only experts may be stacked, on one axis")
     replica = shard.replica_id if isinstance(shard.replica_id, tuple) else (shard.replica_id,)
     return Piece(
         name,
@@ -117,7 +117,7 @@ def _piece(shard: ShardedTensor, is_trained: bool) -> Piece:
 
 
 def split_piece(piece: Piece, table: WeightTable) -> Iterator[tuple[Rows, tuple[int, ...], Tensor]]:
-    """Yield the blocks of a piece's rows, each from one Hugging Face tensor. A piece of an adapter has no blocks.
+    """Split a piece into blocks of rows, each from one Hugging Face tensor. A piece of an adapter has no blocks.
 
     Yields:
         The block's entry in the table, the index of its first element in the Hugging Face tensor (or in its slab), and
@@ -129,7 +129,7 @@ def split_piece(piece: Piece, table: WeightTable) -> Iterator[tuple[Rows, tuple[
 def split_part(
     name: str, offset: tuple[int, ...], part: Tensor, table: WeightTable
 ) -> Iterator[tuple[Rows, tuple[int, ...], Tensor]]:
-    """Yield the blocks of rows of a part of a Megatron tensor, as `split_piece` does.
+    """Split a part of a Megatron tensor into blocks of rows, as `split_piece` does.
 
     `offset` is the index of the part's first element in the tensor.
     """
@@ -141,7 +141,7 @@ def split_part(
 
 
 def split_name(name: str) -> tuple[str, int | None]:
-    """Return the checkpoint key of the `Piece` named `name`, and the number of its expert, or None without an expert.
+    """Return the checkpoint key of the `Piece` named `name`, and the number of its expert (None if it has no expert).
 
     Checkpoints stack the experts of a layer under one key.
     """
@@ -195,7 +195,7 @@ def _any_nan(gathered: list, name: str) -> bool:
 def initialise_parameters(
     model_chunks: Sequence[torch.nn.Module], *, seed: int, std: float, num_layers: int, norm_weight: float = 1.0
 ) -> None:
-    """Fill every parameter from (seed, global name, block of rows), so that the model is the same in every layout.
+    """Fill every parameter; the values depend only on seed, global name and block of rows, not on the layout.
 
     Weights are drawn from N(0, std²), and those that write into the residual stream from N(0, std²/(2·num_layers)), as
     in GPT-2. Norms are `norm_weight`, and biases are 0. In the gated delta rule, the output norm and `dt_bias` are 1,
@@ -219,7 +219,8 @@ def initialise_parameters(
             writes_residual = piece.name.endswith(("linear_proj.weight", "linear_fc2.weight"))
             piece_std = std / math.sqrt(2 * num_layers) if writes_residual else std
             drawn += plan_drawing(piece, seed, partial(_draw_normal, std=piece_std))
-    # In a forked process, torch must recreate its thread pool. It does so here, because concurrent calls would fail.
+    # In a forked process, this call recreates torch's thread pool, because the threads below would fail to do so
+    # concurrently.
     torch.set_num_threads(torch.get_num_threads())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     with ThreadPoolExecutor(max(1, min(_INIT_THREADS, len(os.sched_getaffinity(0)) // ranks))) as threads:
@@ -251,9 +252,9 @@ def _draw_normal(rows: Tensor, generator: torch.Generator, std: float) -> Tensor
 def plan_drawing(
     piece: Piece, seed: int, draw: Callable[[Tensor, torch.Generator], Tensor]
 ) -> Iterator[Callable[[], None]]:
-    """Yield functions that each fill a block of a piece's rows with its part of the whole tensor.
+    """Yield functions that each fill one block of a piece's rows.
 
-    `draw` fills the block of the whole tensor, all columns included.
+    `draw` fills the block with all columns of the whole tensor, of which the piece may have only some.
     """
     start, stop = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
     for block in range(start // _INIT_ROWS, -(-stop // _INIT_ROWS)):

@@ -78,7 +78,7 @@ class ShownSequence:
     """A sequence of the batch, or a prompt.
 
     Attributes:
-        title: Its number, and whether it is the chosen or the rejected one of a pair.
+        title: Its number and, in a pair, whether it is the chosen or the rejected one.
         tokens: Its tokens, without padding.
         padding: The number of padding positions after it in its microbatch.
         note: Further information, such as the reference answer; may be empty.
@@ -106,8 +106,9 @@ class ShownGroup:
     """The sequences of a microbatch, or the prompts of a step.
 
     Attributes:
-        sequences: In the order in which the model gets them.
-        pack: The (title, tokens, padding) of each sequence if they share one pack; otherwise empty.
+        sequences: The sequences, in the order in which the model gets them.
+        pack: The (title, number of tokens, number of padding positions) of each sequence if they share one pack;
+            otherwise empty.
         num_hidden: The number of sequences that the user did not ask to see.
     """
 
@@ -232,8 +233,8 @@ def show_text(text: str, left: str = "\n", right: str = "\n") -> str:
     """Return a token's text with a mark for whitespace that would not be seen.
 
     A newline is shown as `↵` and a line break, a tab as `⇥`, and a space as `·` if it begins or ends a line. Other
-    control characters are escaped. `left` and `right` are the characters around the text: a newline if it begins or
-    ends a line.
+    control characters are escaped. `left` and `right` are the characters before and after the text: a newline if the
+    text begins or ends a line.
     """
     characters = []
     for index, character in enumerate(text):

@@ -11,7 +11,7 @@ from html import escape
 
 Points = Sequence[tuple[int, float]]
 
-_WIDTH, _HEIGHT = 416, 216  # of a chart, in pixels if the chart is 26 rem wide
+_WIDTH, _HEIGHT = 416, 216  # the size of a chart, in pixels if it is 26 rem wide
 _LEFT, _TOP, _BOTTOM = 58, 22, 34  # margins
 _RIGHT, _RIGHT_OF_STACK = 10, 104  # a stacked chart has its legend on the right
 _COLOURS = (
@@ -158,7 +158,7 @@ def _make_scale(first: float, last: float, begin: float, end: float) -> Callable
 
 
 def _widen(low: float, high: float, logarithmic: bool, from_zero: bool) -> tuple[float, float]:
-    """Return the limits of an axis for values from `low` to `high`, with a margin."""
+    """Return the limits, with a margin, of an axis for values from `low` to `high`."""
     if logarithmic:
         factor = max((high / low) ** 0.05, 1.05)
         return low / factor, high * factor
@@ -167,7 +167,7 @@ def _widen(low: float, high: float, logarithmic: bool, from_zero: bool) -> tuple
 
 
 def _find_value_ticks(low: float, high: float, logarithmic: bool) -> list[tuple[float, str]]:
-    """Return the values and the labels of the ticks of an axis of values."""
+    """Return (value, label) of each tick of the value axis."""
     from matplotlib.ticker import MaxNLocator
 
     if logarithmic:

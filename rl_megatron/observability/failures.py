@@ -32,7 +32,7 @@ _LOST = re.compile(
 
 
 class Attempts:
-    """The writer of attempts.jsonl, on rank 0: when each start of the run began, and how it ended.
+    """The writer of attempts.jsonl on rank 0, which records when each start of the run began and how it ended.
 
     A start that was killed has no end. Nothing is written before `begin`.
     """
@@ -80,7 +80,7 @@ class FailureFile:
             self.path.replace(self.path.with_name(_EARLIER_FAILURE))
 
     def write(self, content: Mapping[str, object], what: str) -> str:
-        """Write the file. Return a sentence that tells where `what` is, or why no file has it."""
+        """Write the file. Return a sentence that tells which file has `what`, or why no file has it."""
         if not self.has_begun:
             return f"No file has {what}, because the run has not yet written to output_dir"
         try:

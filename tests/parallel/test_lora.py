@@ -362,7 +362,7 @@ def fused_gate_and_up(tensor: int) -> str:
 
 def test_an_adapter_of_fused_gate_and_up_is_refused_under_tensor_parallelism(ranks):
     for message in ranks.run(2, fused_gate_and_up, 2):
-        assert "gate_up_proj is one module for gate and up, whose rows parallel.tensor=2 splits" in message
+        assert "gate_up_proj is one module for gate and up, but parallel.tensor=2 splits" in message
         assert "peft.exclude_modules=[gate_up_proj]" in message
 
 

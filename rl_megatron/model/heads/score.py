@@ -14,9 +14,9 @@ from rl_megatron.topology.topology import Topology
 class ScoreHead(MegatronModule):
     """The head score = w·h in fp32. It replaces a GPTModel's output layer and is called like it.
 
-    w is whole on every tensor-parallel rank, and each rank computes every score, because one vector is not worth a
-    collective. The ranks' gradients are therefore equal and are not summed. Under sequence parallelism the hidden
-    states are gathered first, and backward keeps each rank's part of the tokens.
+    w is whole on every tensor-parallel rank, and each rank computes every score, because splitting one vector is not
+    worth a collective. The ranks' gradients are therefore equal and are not summed. Under sequence parallelism the
+    hidden states are gathered first, and in backward each rank keeps the gradient of its own tokens.
 
     Shapes: hidden is [S, B, H], or [S/tp, B, H] under sequence parallelism; the result is [S, B, 1].
     """
@@ -28,7 +28,7 @@ class ScoreHead(MegatronModule):
         self.tp_group = topology.groups.tp  # megatron-core's checkpointing reads it too
 
     def forward(self, hidden: Tensor, weight: None = None, runtime_gather_output: bool | None = None):
-        """Return (scores [S, B, 1] in fp32, None). The other arguments of an output layer have no effect."""
+        """Return the scores [S, B, 1] in fp32, and None as the bias. The other arguments are not used."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group

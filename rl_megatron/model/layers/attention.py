@@ -102,9 +102,9 @@ class PortableRotaryEmbedding(RotaryEmbedding):
 class PortableSelfAttention(SelfAttention):
     """megatron-core's self-attention with the rotation of queries and keys from `rope.py`.
 
-    It selects the layer's RoPE if layers with a window have their own. With `attention_output_gate`, each query head
-    has a gate after its query among the rows of `linear_qkv`, as in Hugging Face checkpoints; megatron-core would put
-    the gates after all queries of a group.
+    If layers with a window have their own RoPE, it selects the layer's. With `attention_output_gate`, the rows of
+    `linear_qkv` have each head's gate directly after the head's query, as in Hugging Face checkpoints; megatron-core
+    would put the gates after all queries of a group.
     """
 
     def forward(
@@ -158,7 +158,7 @@ class PortableSelfAttention(SelfAttention):
 
     def _project(self, hidden: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rotated query and key, and the value."""
-        make: Any = self.get_query_key_value_tensors  # its annotation is the union of what it returns
+        make: Any = self.get_query_key_value_tensors  # its annotation is a union of return types
         groups, has_norms = self.config.num_query_groups, self.config.qk_layernorm
         interleaved = self.config.rotary_interleaved
         assert groups is not None, "TransformerConfig fills it in"
@@ -215,7 +215,7 @@ class PortableAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, object]:
-        """Return the place of the sinks, which tensor parallelism splits, in the whole model."""
+        """Return where this rank's sinks, which tensor parallelism splits, are in the whole model."""
         if self.softmax_offset is None:
             return {}
         return make_sharded_tensors_for_checkpoint(
@@ -268,10 +268,10 @@ class PortableAttention(torch.nn.Module):
         return self.window is not None and self.window < length
 
     def _attend_to_all(self, query: Tensor, key: Tensor, value: Tensor, sequences: object) -> Tensor:
-        """Return attention without a window, of this rank's queries [S/cp, …] to all keys and values [S, …].
+        """Return the attention, without a window, of this rank's queries [S/cp, …] to all keys and values [S, …].
 
         Args:
-            query: The queries of sequences that are cut zigzag over the ranks.
+            query: This rank's queries of sequences that are split zigzag over ranks.
             key: The keys of the whole sequences.
             value: The values of the whole sequences.
             sequences: An object that identifies the sequences for `LastBiases`.
@@ -287,7 +287,7 @@ class PortableAttention(torch.nn.Module):
         return torch.cat(outputs)
 
     def _attend_last(self, query: Tensor, key: Tensor, value: Tensor, sequences: object) -> Tensor:
-        """Return attention without a window, of queries at the last of the keys' positions."""
+        """Return the attention, without a window, of queries at the last `len(query)` of the keys' positions."""
         num_queries, length = len(query), len(key)
         flash = self.softmax_offset is None and flash_attends_last(query, value)
         if num_queries == length and flash and self.by_cudnn:
@@ -347,7 +347,7 @@ class PortableAttention(torch.nn.Module):
 
 
 def get_sliding_window(config: TransformerConfig, layer_number: int) -> int | None:
-    """Return the number of tokens that a token attends to in a layer, itself included, or None for all before it.
+    """Return the number of tokens that a token attends to in a layer, itself included, or None for no window.
 
     Args:
         config: megatron-core's config. Its `window_size` counts the tokens on each side, without the token itself.
@@ -371,8 +371,8 @@ def attend(
         key: [S_k, B, G, D].
         value: [S_k, B, G, D].
         bias: What to add to the scores, broadcastable to [B, N, S_q, S_k] and of the query's dtype
-            (`build_causal_bias`). None means causal attention with as many queries as keys. If `flash_attends_last`,
-            there may be fewer queries, at the last positions.
+            (`build_causal_bias`). None means causal attention with as many queries as keys. If `flash_attends_last` is
+            true, there may be fewer queries; they are at the last positions.
         scale: The factor of the scores. None means 1/√D.
         sinks: [N], the score of each head's sink, or None.
     """
@@ -398,6 +398,6 @@ def attend(
 def lacks_grouped_kernel(query: Tensor, bias: Tensor | None) -> bool:
     """Return whether grouped queries are supported only by the kernel that stores all scores.
 
-    On a GPU, the flash kernel supports them, but neither a bias nor fp32.
+    On a GPU, the flash kernel supports grouped queries, but neither a bias nor fp32.
     """
     return query.is_cuda and (bias is not None or query.dtype is torch.float32)

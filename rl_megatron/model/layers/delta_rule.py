@@ -1,12 +1,12 @@
 """The gated delta rule: a memory of fixed size per head, which each token corrects and reads.
 
-With a matrix S [key, value] that begins as 0, a token with query q, key k, value v, decay α and strength β does
+With a matrix S [key, value] that begins as 0, a token with query q, key k, value v, decay α and strength β computes
 
     S ← α·S + k·(β·(v − α·Sᵀk))ᵀ        o = Sᵀq
 
 The token replaces the value that the memory returns for the key k by a mixture of that value and v. All tokens of a
 block are computed together. Let γ_i be the product of the decays from the block's start to token i, and S the memory at
-the block's start. The corrections U of its tokens solve
+the block's start. The corrections U of the block's tokens solve
 
     (I + L)·U = β·V − (β·γ·K)·S         L_ij = β_i·(γ_i/γ_j)·(k_i·k_j)  for j < i
 
@@ -56,7 +56,7 @@ def apply_delta_rule(
         value: [B, L, G, R, Dv].
         log_decay: [B, L, G, R], log α, at most 0.
         strength: [B, L, G, R], β.
-        memory: [B, G, R, Dk, Dv] The memory before the first token, or None for 0.
+        memory: [B, G, R, Dk, Dv] The memory before the first token, or None for zeros.
         lengths: [B] The length of each sequence, or None for L. Later tokens do not change the memory.
     """
     length, size = query.size(1), query.size(-1)
@@ -105,8 +105,8 @@ def convolve(
 
     Args:
         x: [B, L, …] The inputs.
-        weight: […, K] The factors of an input and of the K − 1 inputs before it, the earliest first.
-        earlier: [B, K − 1, …] The inputs before the first one, or None for 0.
+        weight: […, K] The weights of the K − 1 inputs before an input, and of the input itself, in this order.
+        earlier: [B, K − 1, …] The inputs before the first one, or None for zeros.
         lengths: [B] The length of each sequence, or None for L.
     """
     length, kernel = x.size(1), weight.size(-1)

@@ -24,8 +24,8 @@ _reduce_scatter: Callable[..., Tensor] = token_dispatcher.reduce_scatter_to_sequ
 def permute_without_waiting() -> None:
     """Make megatron-core's dispatchers group tokens by `permute`, if their own function waits for the GPU.
 
-    Before 0.19, megatron-core selects entries by a mask. To count them, the host waits for the GPU twice in every layer
-    with experts, although the number is known if no tokens are dropped.
+    Before 0.19, megatron-core selects entries by a mask. To count the selected entries, the host waits for the GPU
+    twice in every layer with experts, although their number is known if no tokens are dropped.
     """
     if "align_size" not in inspect.signature(_permute).parameters:  # 0.19 has it, and does not wait
         token_dispatcher.permute = permute
@@ -48,7 +48,7 @@ def permute(
         num_out_tokens: The number of entries of `routing_map` that are true. If the host does not know it, or if
             `fused` or `drop_and_pad` is true, megatron-core's function is called.
         fused: Whether Transformer Engine permutes.
-        drop_and_pad: Whether each expert has an equal number of tokens.
+        drop_and_pad: Whether all experts get the same number of tokens.
 
     Returns:
         The tokens, grouped by expert, [num_out_tokens, H]; their weights [num_out_tokens]; their indices in `tokens`.
@@ -75,7 +75,7 @@ def gather_unequal_numbers() -> None:
 def gather(
     input_: Tensor, *, group: dist.ProcessGroup, output_split_sizes: list[int] | None = None, **options: object
 ) -> Tensor:
-    """Return the rows of all ranks of the group, one rank's after the other's. Backward adds up the ranks' gradients.
+    """Return the rows of all ranks of the group, in rank order. Backward adds up the ranks' gradients.
 
     Args:
         input_: This rank's rows.
@@ -95,7 +95,7 @@ def reduce_scatter(
     """Return this rank's rows, each summed over the ranks of the group.
 
     Args:
-        input_: The rows for all ranks, one rank's after the other's.
+        input_: The rows for all ranks, in rank order.
         group: The ranks.
         input_split_sizes: The number of rows of each rank, or None if all ranks have equally many.
         **options: Other arguments of megatron-core's function, which is called if `input_split_sizes` is None.

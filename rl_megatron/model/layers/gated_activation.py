@@ -47,9 +47,9 @@ class GatedActivation(MegatronModule):
 
 
 def computes_again(device: torch.device) -> bool:
-    """Return whether backward computes the activation again, which gives the same numbers.
+    """Return whether backward computes the activation again instead of keeping it; the numbers are the same.
 
-    On a GPU that takes little time and saves a third of the activation memory of an MLP. On a CPU it takes longer.
+    On a GPU this takes little time and saves a third of an MLP's activation memory. On a CPU it takes longer.
     """
     return device.type != "cpu"
 

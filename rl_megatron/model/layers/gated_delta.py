@@ -1,4 +1,4 @@
-"""A layer's gated delta rule, which replaces attention in most layers of Qwen3.5."""
+"""The gated delta rule, which replaces attention in most layers of Qwen3.5."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from rl_megatron.topology.context_parallel import gather_heads, scatter_heads, z
 
 
 class GatedDelta(MegatronModule):
-    """The gated delta rule of a layer, with its projections, that replaces megatron-core's self-attention.
+    """The gated delta rule of a layer and its projections, in the place of megatron-core's self-attention.
 
         q, k, v, β, α, z = W_in·h                    per group: one query and key, and R values with their β, α and z
         o = delta_rule(silu(conv(q, k, v)), sigmoid(β), −exp(A_log)·softplus(α + dt_bias))
         output = W·(norm(o)·silu(z))
 
-    Tensor parallelism splits the groups. For the delta rule itself, context parallelism splits them further: each rank
-    exchanges all groups of its tokens for some groups of all tokens.
+    Tensor parallelism splits the groups. For the delta rule itself, context parallelism splits them further: instead of
+    all groups of its own tokens, each rank gets all tokens of some groups.
 
     Shapes: hidden is [S, B, H], or [S/tp, B, H] under sequence parallelism; the result has the same shape.
 
@@ -75,7 +75,7 @@ class GatedDelta(MegatronModule):
         attention_mask: Tensor | None = None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
-        **_: object,  # RoPE, which has no part in the delta rule, and megatron-core's inference
+        **_: object,  # arguments for RoPE, which the delta rule lacks, and for megatron-core's inference
     ) -> tuple[Tensor, Tensor | None]:
         """Return the output [S, B, H] and its bias, which is None. `attention_mask` is not used: the rule is causal."""
         mixed, _ = self.linear_in_proj(hidden_states)
@@ -93,8 +93,8 @@ class GatedDelta(MegatronModule):
 class DeltaCore(torch.nn.Module):
     """The convolution and the gated delta rule of this rank's groups.
 
-    Its parameters, by group, are `conv` [G·C, 1, K], which has K factors for each convolved channel, `A_log` [G·R] and
-    `dt_bias` [G·R].
+    Its parameters, ordered by group, are `conv` [G·C, 1, K], which has K factors for each convolved channel, `A_log`
+    [G·R] and `dt_bias` [G·R].
     """
 
     def __init__(self, config: TransformerConfig, shape: DeltaShape, pg_collection: ProcessGroupCollection):
@@ -115,7 +115,7 @@ class DeltaCore(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, object]:
-        """Return the place of the parameters, which tensor parallelism splits by rows, in the whole model."""
+        """Return where this rank's parameters, which tensor parallelism splits by rows, are in the whole model."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
             state, prefix, dict.fromkeys(state, 0), sharded_offsets,
@@ -150,8 +150,8 @@ class DeltaCore(torch.nn.Module):
         """Return the output [B, L, G, R, Dv] of sequences, and their states after the last token.
 
         Args:
-            mixed: [B, L, G, C] The input of `forward` for all groups of this rank, or for its part of them under
-                context parallelism.
+            mixed: [B, L, G, C] The input of `forward`, batch first, for the groups that this rank computes: all of its
+                tensor-parallel shard or, under context parallelism, a part of that shard.
             earlier: The states before the first token, or None at the start of the sequences.
             lengths: [B] The length of each sequence, or None for L. Later tokens do not change the states.
         """
@@ -168,13 +168,13 @@ class DeltaCore(torch.nn.Module):
         return output.to(mixed.dtype), DeltaStates(last, memory)
 
     def _select_groups(self, count: int) -> slice:
-        """Return which of the rank's groups the delta rule computes here: all, or a part under context parallelism."""
+        """Return the groups of the tensor-parallel shard that this rank computes; context parallelism splits them."""
         first = self.cp_group.rank() * count if count < len(self.A_log) // self.shape.values else 0
         return slice(first, first + count)
 
 
 class GatedRMSNorm(torch.nn.Module):
-    """The norm of each head's output, times silu of its gate. The norm's weight is the same for all heads."""
+    """The norm of each head's output, multiplied by silu(gate). The norm's weight is the same for all heads."""
 
     def __init__(self, config: TransformerConfig, size: int, tp_group: torch.distributed.ProcessGroup):
         super().__init__()
@@ -185,6 +185,6 @@ class GatedRMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return norm(x)·silu(gate) of [..., D] in the dtype of x."""
-        # Each rank's heads have a part of the weight's gradient, and backward sums the parts.
+        # Each rank's heads contribute to the weight's gradient, and backward sums the contributions.
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
         return (norms.apply_rms_norm(x, weight, self.epsilon) * silu(gate.float())).type_as(x)

@@ -22,7 +22,7 @@ from rl_megatron.model.layers.attention import PortableAttention
 from rl_megatron.model.layers.norms import PortableRMSNorm
 from rl_megatron.model.layers.rope import compute_rotary_scale, rotate
 
-LATENT_NORM_EPSILON = 1e-6  # DeepSeek's models have this ε here, whatever the ε of their other norms is
+LATENT_NORM_EPSILON = 1e-6  # DeepSeek's models use this ε for latents, whatever ε their other norms have
 
 
 class ReplicatedLinear(torch.nn.Linear):
@@ -44,14 +44,14 @@ class LatentAttention(MegatronModule):
     """Multi-head latent attention, which replaces megatron-core's self-attention and uses megatron-core's linears.
 
     Its modules have the names of megatron-core's MLASelfAttention. That class is not used for three reasons. It refuses
-    RoPE angles as an argument. It supports packs only with Transformer Engine. And it does not sum the gradient of the
-    key that all heads share over tensor-parallel ranks, so each rank has only its own heads' part.
+    RoPE angles as an argument. It supports packs only with Transformer Engine. And all heads share a part of the key,
+    whose gradient it does not sum over tensor-parallel ranks: each rank gets only the contribution of its own heads.
 
         c_q = norm(W_dq·h)          q = W_uq·c_q       [nope + rope] per head; without `q_lora_rank`, q = W_q·h
         c_kv, k_r = W_dkv·h         k, v = W_ukv·norm(c_kv)   [nope + v] per head
         scores = [q_nope, rope(q_rope)] · [k, rope(k_r)]
 
-    RoPE rotates neighbours (x₀, x₁), (x₂, x₃), …. They are sorted into halves first, as `rotate` expects them.
+    RoPE rotates neighbours (x₀, x₁), (x₂, x₃), …. They are first sorted into halves, the order that `rotate` expects.
 
     Shapes: hidden is [S, B, H], or [S/tp, B, H] under sequence parallelism; the result has the same shape.
 
@@ -107,7 +107,7 @@ class LatentAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
-        """Return (the attention's output, None), both as megatron-core's self-attention does."""
+        """Return the attention's output [S, B, H] and its bias, which is None."""
         query = self._query(hidden_states, rotary_pos_emb)
         key, value = self._key_and_value(hidden_states, rotary_pos_emb)
 

@@ -33,7 +33,7 @@ class PortableRMSNorm(torch.nn.RMSNorm):
 
 
 def apply_rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """Return torch's rms_norm over the last dimension. torch has one kernel for it on a GPU, but not on a CPU."""
+    """Return torch's rms_norm over the last dimension. torch computes it in one kernel on a GPU, but not on a CPU."""
     if x.device.type != "cpu":
         return rms_norm(x, weight.shape, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
@@ -64,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class NormedResidual(torch.nn.Module):
-    """The residual connection residual + norm(x), with a norm after attention or MLP (Gemma 2 and 3).
+    """The residual connection residual + norm(x), in which x is the output of attention or MLP (Gemma 2 and 3).
 
     It replaces megatron-core's bias-dropout-add.
     """

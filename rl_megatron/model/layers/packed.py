@@ -27,8 +27,9 @@ class Bucket:
     the sequence attends to them, and the output of queries beyond the end is dropped.
 
     Attributes:
-        keys: [b·L] The index of each position of each sequence among all ranks' tokens, in rank order.
-        queries: [b·L/cp] The index of each of this rank's positions among this rank's tokens.
+        keys: [b·L] For each position of each sequence, the index of its token among all ranks' tokens in rank order.
+        queries: [b·L/cp] For each of these positions that this rank has, the index of its token among this rank's
+            tokens.
         positions: [b, L/cp] The positions of these queries within their sequences.
         key_shape: (b, L).
         is_even: Whether all sequences occupy L positions, padding included.
@@ -53,7 +54,7 @@ class PackedSequences:
 
     Attributes:
         positions: [T/cp] The positions of this rank's tokens within their sequences.
-        slots: [T/cp] The index of each of this rank's tokens among the queries of all buckets, in order.
+        slots: [T/cp] For each of this rank's tokens, its index among the concatenated queries of all buckets.
         buckets: The sequences by length.
         starts: [sequences + 1] int32, the cumulative padded lengths (cu_seqlens) of the pack over all ranks.
         longest: The longest padded length.
@@ -67,7 +68,7 @@ class PackedSequences:
 
     @property
     def is_one_batch(self) -> bool:
-        """Return whether the pack is one batch in the same order, so that no token has to be moved."""
+        """Return whether the pack already is one batch in the same order, so that no token has to be moved."""
         return len(self.buckets) == 1 and math.prod(self.buckets[0].query_shape) == len(self.slots)
 
     def unpack(self, tokens: Tensor) -> Sequence[Tensor]:
@@ -76,14 +77,14 @@ class PackedSequences:
         return [batch.unflatten(0, bucket.query_shape) for batch, bucket in zip(batches, self.buckets, strict=True)]
 
     def pack(self, batches: Sequence[Tensor]) -> Tensor:
-        """Return the tokens [T, …] of the buckets' batches [b·L/cp, …]."""
+        """Return this rank's tokens [T/cp, …], given each bucket's batch [b·L/cp, …]."""
         return batches[0] if self.is_one_batch else _Pack.apply(self.slots, *batches)
 
     @cached_property
     def key_slots(self) -> Tensor:
-        """Return the index [T] of each token of all ranks, in rank order, among the keys of all buckets, in order.
+        """Return, for each token of all ranks in rank order, its index [T] among the concatenated keys of all buckets.
 
-        Keys beyond a sequence's end also refer to token 0, whose own key is the first of these.
+        Keys beyond a sequence's end also refer to token 0; the first key that does so is its own.
         """
         (_, length), (_, local_length) = self.buckets[0].key_shape, self.buckets[0].query_shape
         keys = torch.cat([bucket.keys for bucket in self.buckets])
@@ -97,7 +98,7 @@ class PackedSequences:
 
     @classmethod
     def from_padded_lengths(cls, padded_lengths: Sequence[int], cp_group: dist.ProcessGroup | None) -> PackedSequences:
-        """Return the sequences of a pack, on the host.
+        """Return the sequences of a pack, with tensors on the CPU.
 
         Args:
             padded_lengths: The length of each sequence in tokens, padding included, over all ranks. Under context
@@ -175,7 +176,7 @@ class _Pack(torch.autograd.Function):
 
 
 def build_causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
-    """Return a mask […, q, length], true if the query at `positions` […, q] may attend to key 0 … length − 1.
+    """Return a mask […, q, length]: true if a query, at `positions` […, q], may attend to a key, at 0 … length − 1.
 
     A query attends to itself and to all keys before it or, with a window, to the nearest `window` of these.
     """
@@ -185,7 +186,7 @@ def build_causal_mask(positions: Tensor, length: int, window: int | None) -> Ten
 
 
 def build_causal_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return `build_causal_mask` as the number to add to a score: 0 if the query may attend to the key, otherwise −inf.
+    """Return `build_causal_mask` as numbers to add to scores: 0 if the query may attend to the key, otherwise −inf.
 
     From a bool mask, torch would compute a bias in each layer, and autograd would keep all of them. On a GPU, torch
     also copies a bias in each layer, unless its rows begin at multiples of 16 elements. So its rows are padded in

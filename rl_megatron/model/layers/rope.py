@@ -81,8 +81,8 @@ def rotate(x: Tensor, turns: Tensor, scale: float = 1.0, *, interleaved: bool = 
 
     Args:
         x: Queries or keys.
-        turns: The result of `compute_turns`, broadcastable to x. If it has fewer dimensions than a head, the head's
-            first ones are rotated, and the others are unchanged.
+        turns: The result of `compute_turns`, broadcastable to x. If it has fewer dimensions than a head, only the
+            head's first dimensions are rotated.
         scale: A factor of cosines and sines.
         interleaved: Whether x₁ and x₂ are the even and the odd dimensions instead of the halves.
     """
@@ -108,10 +108,11 @@ def turn_heads(mixed: Tensor, parts: Sequence[Tensor], turns: Tensor, interleave
 
     Args:
         mixed: [S, B, G, heads, D], contiguous.
-        parts: Query [S, B, G, heads, D]; or query [S, B, G, N/G, D], key and value [S, B, G, 1, D]. All are contiguous.
-        turns: The result of `compute_turns`, with the dimensions S or 1, B or 1, 1 and at most D.
+        parts: Queries or keys [S, B, G, heads, D]; or query [S, B, G, N/G, D], key and value [S, B, G, 1, D]. All are
+            contiguous.
+        turns: The result of `compute_turns`, [S or 1, B or 1, 1, at most D].
         interleaved: Whether neighbours are rotated, as in `rotate`.
-        back: Whether to rotate `parts` back and write them into `mixed`.
+        back: Whether to rotate `parts` back, and to write the result into `mixed`.
     """
     turns = turns.to(mixed.dtype)[..., None, :]
     if back:

@@ -27,17 +27,17 @@ class BalancedRouter(TopKRouter):
     If experts are used evenly, each layer adds c. The loss is a mean over the T tokens of the global batch. Like the
     losses' denominators, T is counted before the first forward. Padding and sequences with zero loss weight do not
     count. The tokens of a microbatch are those of all tensor- and context-parallel ranks. With router replay, f_i still
-    counts the experts that the router itself would choose, because these are what the loss can balance. The bias, in
+    counts the experts that the router itself would choose, because the loss can balance only these. The bias, in
     contrast, follows the experts that compute the tokens.
 
-    `model.router_aux_loss_scope` sets over which tokens f_i is the share. With "microbatch", every microbatch of every
+    `model.router_aux_loss_scope` sets over which tokens f_i is computed. With "microbatch", every microbatch of every
     data-parallel rank is balanced separately, so L_aux depends on which sequences share a microbatch, but on no other
     part of the layout. With "global", f_i is the share of the global batch, which `counting` finds before the first
     backward pass, and L_aux depends on no part of the layout.
 
     megatron-core's own balancing loss is not used for three reasons. It is multiplied by the number of tokens, by which
-    megatron-core divides in its optimizer step and this package does not. It counts padding. And it is NaN for a
-    microbatch without tokens (NVIDIA/Megatron-LM issues 1652 and 1984).
+    megatron-core divides later, but this package does not. It counts padding. And it is NaN for a microbatch without
+    tokens (NVIDIA/Megatron-LM issues 1652 and 1984).
 
     Source: Fedus et al. 2021 (arXiv:2101.03961), eq. 4–6.
 
@@ -45,11 +45,12 @@ class BalancedRouter(TopKRouter):
         step_tokens: T of the current step.
         reported: This rank's part of L_aux in the current step.
         expert_bias: megatron-core's buffer, or None if the router has no bias.
-        visits: [experts] The tokens of this rank per expert in the current step. None before the first step.
-        counted: [experts] With the scope "global", the tokens of the global batch per expert in the current step.
-        counts: Whether forward passes add to `counted`, as within `counting`.
-        replayed: [2] Of this rank's tokens in the current step that were routed to recorded experts: the number that
-            the router would have routed to others, and the total number. None before the first step.
+        visits: [experts] The number of this rank's tokens per expert in the current step. None before the first step.
+        counted: [experts] With the scope "global", the number of the global batch's tokens per expert in the current
+            step.
+        counts: Whether forward passes add to `counted`; true within `counting`.
+        replayed: [2] Two numbers of this rank's tokens in the current step: those whose recorded experts are not the
+            router's choice, and all that have recorded experts. None before the first step.
     """
 
     step_tokens: Tensor | None = None
@@ -95,7 +96,7 @@ class BalancedRouter(TopKRouter):
         return probs
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert, without padding and sequences with zero loss weight.
+        """Count the tokens of each expert, except padding and sequences with zero loss weight.
 
         megatron-core's own count stays 0. It would include padding, and megatron-core would move the bias before it is
         known whether the optimizer step is taken.
@@ -106,7 +107,7 @@ class BalancedRouter(TopKRouter):
 
 
 class _AlsoMinimised(torch.autograd.Function):
-    """An identity of `output` whose backward also gives `loss` a gradient of 1, so that `loss` is minimised as well."""
+    """The identity of `output`; its backward also gives `loss` a gradient of 1, so that `loss` is minimised as well."""
 
     @staticmethod
     def forward(ctx, output: Tensor, loss: Tensor) -> Tensor:
@@ -176,7 +177,7 @@ def counting(model_chunks: Iterable[torch.nn.Module], group: dist.ProcessGroup) 
 def begin_step(model_chunks: Iterable[torch.nn.Module], tokens: Tensor) -> None:
     """Set the number of tokens of the global batch in the routers, and reset their counts.
 
-    `tokens` is a scalar tensor, and does not count sequences of zero loss weight.
+    `tokens` is this number, a scalar tensor, without sequences of zero loss weight.
     """
     model_chunks = list(model_chunks)
     for router in _find_routers(model_chunks):
@@ -223,7 +224,7 @@ def compute_expert_load(
     world: dist.ProcessGroup,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Return the largest and the smallest number of tokens of an expert in the step, each over its layer's mean.
+    """Return the largest and the smallest load of an expert in the step: its tokens, divided by its layer's mean.
 
     Both are scalars on the device, over the experts of all layers; they are 1 if all experts get equally many tokens.
     Collective over `world`; `stage_group` has the ranks of this pipeline stage.

@@ -1,9 +1,9 @@
 """Router replay: record the experts that routers choose, and make routers use recorded experts instead of their own.
 
-megatron-core calls the object in a router's `router_replay`, if there is one, to compute top-k. Within a context, this
-module puts its own object there. megatron-core's own `RouterReplay` is not used, for three reasons. All models of a
-process share its list of routers. It expects forward passes and recomputations in a fixed order, and the caller must
-switch its mode between them. And it needs recorded experts for every token.
+megatron-core selects the top-k experts by a router's `router_replay`, if it is set. Within `replaying` and `recording`,
+this module sets it to an object of its own. megatron-core's own `RouterReplay` is not used, for three reasons. All
+models of a process share its list of routers. It expects forward passes and recomputations in a fixed order, and the
+caller must switch its mode between them. And it needs recorded experts for every token.
 
 Source: Ma et al. 2025 (arXiv:2510.11370), rollout routing replay.
 """
@@ -29,7 +29,7 @@ def find_expert_layers(model_chunks: Iterable[torch.nn.Module]) -> list[int]:
 
 
 def number_tokens(padding: Tensor, first: int) -> Tensor:
-    """Return a code for each token of a microbatch, for `replaying`: 2 · its number, plus 1 if it is padding.
+    """Return a code of each token of a microbatch, for `replaying`: twice its number, plus 1 if it is padding.
 
     Args:
         padding: [R, L] bool, true for tokens that do not count in the balance of experts.
@@ -50,13 +50,13 @@ def replaying(model_chunks: Iterable[torch.nn.Module], experts: Tensor) -> Itera
     scores of these experts, normalised as in the model. A token without recorded experts is routed by its scores.
 
     megatron-core passes the padding mask to every layer, splits it over sequence-parallel ranks, and keeps it with a
-    layer's input for the recomputation of activations. The tokens' numbers take its place, so every layer knows its
-    tokens in a forward pass and in its recomputation, in whatever order the pipeline runs them.
+    layer's input for the recomputation of activations. The tokens' numbers take the mask's place, so every layer knows
+    its tokens in a forward pass and in its recomputation, in whatever order the pipeline runs these.
 
     Args:
         model_chunks: This rank's model chunks. Their padding mask must be what `number_tokens` returns.
-        experts: [N, layers, k] The experts of each token of this rank by its number, or `UNKNOWN_EXPERT`, in the
-            layers of `find_expert_layers`.
+        experts: [N, layers, k] The recorded experts of token n of this rank in the layers of `find_expert_layers`;
+            `UNKNOWN_EXPERT` if none are recorded.
     """
     handles = []
     layers = _find_layers(model_chunks)
@@ -74,7 +74,7 @@ def replaying(model_chunks: Iterable[torch.nn.Module], experts: Tensor) -> Itera
 
 
 class ReplayedTopK:
-    """The top-k of one layer's router while recorded experts are replayed.
+    """The top-k selection of one layer's router while recorded experts are replayed.
 
     Attributes:
         numbers: [tokens] The numbers of the tokens that the layer is computing.
@@ -102,7 +102,7 @@ class ReplayedTopK:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and numbers of each token's experts, [tokens, k] each. megatron-core calls it."""
+        """Return the scores and indices of each token's experts, both [tokens, k]. megatron-core calls it."""
         _, preferred = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         recorded = self._experts[self.numbers].long()
         is_recorded = recorded[:, :1] != UNKNOWN_EXPERT
@@ -134,7 +134,7 @@ def recording(model_chunks: Iterable[torch.nn.Module], keep: Callable[[int, Tens
 
 
 class RecordedTopK:
-    """The top-k of one layer's router while its choices are recorded."""
+    """The top-k selection of one layer's router while its choices are recorded."""
 
     def __init__(self, keep: Callable[[Tensor], None]):
         self._keep = keep
@@ -147,7 +147,7 @@ class RecordedTopK:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and numbers of each token's experts, and keep the numbers. megatron-core calls it."""
+        """Return what `default_compute_topk` returns, and call `keep` with the experts. megatron-core calls it."""
         values, experts = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         self._keep(experts)
         return values, experts

@@ -3,8 +3,8 @@
     p = softmax([scores, sink])     output = p[without the sink] · V
 
 torch's kernels have no sinks, but they return the log-sum-exp of each softmax. With it, the output without the sink can
-be rescaled to the output with the sink. Their backward recomputes p from the log-sum-exp, and the mean gradient of p
-from the output. So given the log-sum-exp and the output with the sink, it returns the gradients with the sink.
+be rescaled to the output with the sink. Their backward computes p from the log-sum-exp, and the mean gradient of p from
+the output. So if both include the sink, it returns the gradients of attention with sinks.
 
 Source: OpenAI 2025, gpt-oss model card (arXiv:2508.10925), §2.
 """
@@ -42,7 +42,7 @@ def attend_with_sinks(
 def attend_once_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor | None, scale: float | None
 ) -> Tensor:
-    """Return attention with sinks [n, G, R, D] of one token per sequence, whose R heads share a key. No gradients.
+    """Return attention with sinks [n, G, R, D] of one token per sequence; R heads share a key. No gradients.
 
     Args:
         query: [n, G, R, D].

@@ -1,6 +1,6 @@
-"""RoPE and SwiGLU in Triton: one pass over their input, where torch's operators take two to six.
+"""RoPE and SwiGLU in Triton, in one pass over their input; torch's operators take two to six.
 
-The functions have the contracts of those in `rope.py` and `gated_activation.py`, and their rounding: a product is
+The functions compute the same as those in `rope.py` and `gated_activation.py`, with the same rounding: a product is
 rounded to the tensor's dtype before it is added. Import this module only on a GPU, or for Triton's interpreter.
 """
 
@@ -62,7 +62,7 @@ def gated_silu_gradient(both: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _power_of_2(number: int) -> int:
-    """Return the number, rounded up to a power of 2. Triton's function takes ten times as long to call."""
+    """Return the number, rounded up to a power of 2. Triton's own function for this takes ten times as long."""
     return 1 << max(0, number - 1).bit_length()
 
 

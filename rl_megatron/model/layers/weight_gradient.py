@@ -1,4 +1,4 @@
-"""Weight gradients that linears add to the fp32 gradient buffer within the matrix product, without rounding to bf16."""
+"""Matrix products that add weight gradients to the fp32 gradient buffer directly, without rounding them to bf16."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class _MatrixProduct:
 
 
 def fuse_weight_gradients(topology: Topology) -> bool:
-    """Return whether linears add weight gradients to the gradient buffer, and prepare megatron-core for it.
+    """Return whether matrix products add weight gradients to the gradient buffer; if so, enable this in megatron-core.
 
-    On a GPU they do, because otherwise backward would round each microbatch's gradient to bf16, and DDP would add it in
-    a second pass. Transformer Engine's layers use their own matrix product for it, and megatron-core's use Apex's, or
-    torch's if Apex is not installed. Without DDP's gradient buffers, the backward pass of such a model fails.
+    They do on a GPU: otherwise backward would round each microbatch's gradient to bf16, and DDP would add it in a
+    second pass. Transformer Engine's layers use their own matrix product, and megatron-core's use Apex's, or torch's if
+    Apex is not installed. The backward pass of such a model fails without DDP's gradient buffers.
     """
     if not topology.is_cuda:
         return False

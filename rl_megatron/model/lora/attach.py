@@ -47,7 +47,8 @@ def attach_adapters(
             parameter.requires_grad_(isinstance(module, ScoreHead))
     _attach(model_chunk, config, linears, megatron, topology, seed)
     if getattr(model_chunk, "pre_process", False):
-        # A recomputed layer has gradients only if its input requires a gradient. A frozen embedding's output does not.
+        # A recomputed layer has gradients only if its input requires a gradient. A frozen embedding's output does not
+        # require one.
         model_chunk.get_submodule("embedding").register_forward_hook(_require_gradient)
 
 

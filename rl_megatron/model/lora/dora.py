@@ -5,8 +5,8 @@ As in peft, the length |·| of a row is a constant in the backward pass. Row i o
     y_i = m_i / |(W + s·B·A)_i| · (W + s·B·A)_i · x
 
 m starts as the rows' lengths, so that training starts from the base. It is sharded like the rows of W, and is fp32 for
-weights of any dtype, because rounding to bf16 would scale whole rows. The length of a row needs all of its columns, so
-the ranks of a row-parallel linear sum their squares. A row of zeros is not scaled.
+weights of any dtype, because rounding m to bf16 would scale whole rows. The length of a row needs all of its columns,
+so the ranks of a row-parallel linear sum their squares. A row of zeros is not scaled.
 
 Source: Liu et al. 2024 (arXiv:2402.09353), sections 4.1 and 4.3.
 """
@@ -61,7 +61,7 @@ class DoraAdapter(LinearAdapter):
             self.get_parameter(f"{part}_{MAGNITUDE}").copy_(lengths)
 
     def forget_lengths(self) -> None:
-        """Drop the kept lengths of the rows, because weights have changed."""
+        """Drop the kept lengths of the rows, after weights have changed."""
         self._lengths = None
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ class DoraAdapter(LinearAdapter):
         """
         (module,) = self._linear
         dropped = self._drop(x)
-        # This call comes first: its hooks wait for weights that an overlapped step has left scattered.
+        # `self` is called first: its hooks wait until weights that an overlapped step left scattered are gathered.
         added, direction = self(dropped), output
         if dropped is not x:
             through: Tensor | tuple[Tensor, ...] = module.forward(dropped)

@@ -1,8 +1,8 @@
 """Dropout of adapters that depends only on a seed, and not on random numbers drawn before.
 
 So a layout with the same microbatches as a single process drops the same elements, except under context parallelism. A
-microbatch's seed is a state in megatron-core's tracker of random number generators, because the recomputation of
-activations restores these states, in whatever order a pipeline runs.
+microbatch's seed is stored in megatron-core's RNG tracker, because the recomputation of activations restores the
+tracker's states, in whatever order the pipeline runs the microbatches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def seed_microbatch(seed: int, device: torch.device) -> None:
 
 
 def get_microbatch_seed(device: torch.device) -> int:
-    """Return the seed of the microbatch whose forward pass, or its recomputation, is running."""
+    """Return the seed of the microbatch whose forward pass or recomputation is running."""
     tracker: Any = get_cuda_rng_tracker()
     generator = torch.Generator(device)
     generator.set_state(tracker.get_states()[_STATE])
@@ -36,7 +36,7 @@ def dropout(x: Tensor, p: float, seed: int, axis: int = 0, shards: int = 1, shar
     Args:
         x: Part `shard`, counted from 0, of a tensor that is cut into `shards` equal parts along `axis`.
         p: The probability.
-        seed: Determines, with the shape of the whole tensor, which of its elements are dropped.
+        seed: The seed and the shape of the whole tensor determine which of its elements are dropped.
         axis: The axis.
         shards: The number of parts.
         shard: The number of this part.

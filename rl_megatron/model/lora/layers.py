@@ -1,15 +1,16 @@
 """The adapters of a transformer layer's linears, sharded like the linears.
 
-A linear y = W·x of Megatron may stack several linears of Hugging Face, such as queries, keys and values. Each of them
+A linear y = W·x of Megatron may stack several linears of Hugging Face, such as queries, keys and values. Each of these
 has its own A and B, as in peft. Ranks exchange the product A·x, because it has only r numbers per token:
 
     column-parallel   A is whole on every rank, B has the rank's rows. Under sequence parallelism A·x is gathered.
     row-parallel      A has the rank's columns, B is whole. The ranks' A·x are summed, or reduced and scattered.
     whole             A and B are whole on every rank.
 
-The linears of an expert are split over its expert-tensor-parallel ranks. megatron-core gathers the expert's tokens on
-each of them before the first linear and sums their outputs after the last one, so it also sums the gradients of these
-tokens. Each rank's adapter therefore contributes an equal share of its output and of the gradient of its input.
+An expert's linears are split over expert-tensor-parallel ranks. megatron-core gathers the expert's tokens on each of
+these ranks before the first linear. After the last linear it sums the ranks' outputs, and in backward their gradients
+of the tokens. Each rank's adapter therefore contributes an equal share: of its output (last linear) or of its input's
+gradient (first linear).
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class LinearAdapter(torch.nn.Module):
         return self.get_parameter(f"{part.key}_{letter}")
 
     def _exchange(self, inner: Tensor) -> Tensor:
-        """Return A·x of all tokens and columns that this rank's rows need."""
+        """Return A·x of the tokens that this rank's B multiplies, summed over all columns of A."""
         group = self._group
         if self._shards == 1:
             return inner
@@ -168,7 +169,7 @@ class LinearAdapter(torch.nn.Module):
         return self._shards > 1 and self._kind == (_ROW if letter == "A" else _COLUMN)
 
     def _mark(self, parameter: torch.nn.Parameter, letter: str) -> None:
-        """Set the marks by which megatron-core sums a parameter's gradient over the right ranks."""
+        """Mark the parameter, so that megatron-core sums its gradient over the right ranks."""
         mark: Any = parameter
         if self._is_expert:
             mark.allreduce = False
@@ -199,7 +200,7 @@ class LinearAdapter(torch.nn.Module):
         parameter.copy_(whole.narrow(axis, start, parameter.size(axis)))
 
     def _get_start(self, parameter: Tensor, letter: str) -> int:
-        """Return the index, in the whole tensor, of a local tensor's first column (A) or first row."""
+        """Return the index, in the whole tensor, of the first column (A) or row (others) of a local tensor."""
         return self._group.rank() * parameter.size(int(letter == "A")) if self._is_sharded(letter) else 0
 
     def merge_block(self, part: Part, offset: tuple[int, ...], block: Tensor) -> Tensor:
@@ -207,8 +208,8 @@ class LinearAdapter(torch.nn.Module):
 
         Args:
             part: The part, which has an adapter.
-            offset: The block's first row and column in the part's whole weight. This rank has these rows of B and these
-                columns of A.
+            offset: The block's first row and column in the part's whole weight. This rank has the block's rows of B and
+                its columns of A.
             block: [rows, columns] The block without the adapter.
         """
         down, up = self._weight(part, "A"), self._weight(part, "B")
@@ -216,7 +217,7 @@ class LinearAdapter(torch.nn.Module):
         return add_update(block, up[row : row + block.size(0)], down[:, column : column + block.size(1)], self.scaling)
 
     def list_entries(self, prefix: str) -> Iterator[tuple[str, ShardedTensor]]:
-        """Yield (name in this module's state, place in the whole tensor) of each tensor, for checkpoints."""
+        """Yield each tensor's name in this module's state, and its place in the whole tensor, for checkpoints."""
         groups, group = self._topology.groups, self._group
         copies = groups.expt_dp if self._is_expert else groups.dp_cp
         for part in self._adapted:
@@ -259,7 +260,7 @@ def add_update(block: Tensor, up: Tensor, down: Tensor, scaling: float) -> Tenso
 
 
 class _Scaled(torch.autograd.Function):
-    """The identity with a factor in the forward pass, and another in the backward pass."""
+    """The multiplication by one factor in the forward pass, and by another in the backward pass."""
 
     @staticmethod
     def forward(ctx, x: Tensor, forward: float, backward: float) -> Tensor:

@@ -26,8 +26,8 @@ def find_whole_tensors(config: LoraConfig, model: ModelConfig, rows: int, head: 
     """Return the tensors of modules that are trained whole, by Megatron name.
 
     As in peft, a module is chosen if its Hugging Face name ends with one of `peft.modules_to_save`. A score head
-    replaces the language model's and is always trained, so it is not returned. `rows` is the number of the embedding's
-    rows.
+    replaces the language-model head and is always trained, so it is not returned. `rows` is the number of the
+    embedding's rows.
     """
     if not config.modules_to_save:
         return {}
@@ -58,7 +58,7 @@ def count_whole_elements(
         layers: The layers of the stage, counted from 0.
         is_first: Whether it is the first stage.
         is_last: Whether it is the last stage.
-        vocabulary: The number of the rank's rows of the vocabulary.
+        vocabulary: The number of vocabulary rows that the rank has.
         hidden: The hidden size.
     """
     total = 0

@@ -16,7 +16,7 @@ _ORIGINAL = "frozen_original"  # a buffer that is not saved
 
 
 def train_whole(model_chunk: MegatronModule, names: Collection[str]) -> None:
-    """Make parameters of a model chunk (without wrappers) trainable, and keep copies of them as their originals.
+    """Make parameters of a model chunk (without wrappers) trainable, and keep copies of their values as originals.
 
     `names` are the global names of the parameters.
     """

@@ -43,7 +43,7 @@ class Part:
         name: The name of the Hugging Face module.
         out_features: The size of its output.
         in_features: The size of its input.
-        groups: The number of blocks into which Megatron splits its rows, to alternate with those of other parts.
+        groups: The number of blocks of its rows in the Megatron linear, in which the blocks of all parts alternate.
         is_in_order: Whether its rows have the same order in Megatron. Otherwise it cannot have an adapter.
         has_adapter: Whether it gets an adapter.
     """
@@ -88,15 +88,15 @@ def find_adapted_linears(config: LoraConfig, model: ModelConfig, rows: int) -> d
 
 
 def refuse_fused_parts(linears: Mapping[str, Sequence[Part]], tensor: int) -> None:
-    """Refuse adapters of linears that stack gate and up in one module (dense GLM-4).
+    """Refuse an adapter of a Hugging Face linear that is both gate and up (dense GLM-4).
 
-    Tensor parallelism, whose degree `tensor` is above 1, splits the two halves separately.
+    Tensor parallelism splits the two halves separately. Its degree `tensor` must be above 1.
     """
     for linear, parts in linears.items():
         if linear.endswith(".linear_fc1") and len(parts) == 1:
             raise ConfigError(
-                f"peft.target_modules: {parts[0].name} is one module for gate and up, whose rows parallel.tensor="
-                f"{tensor} splits separately; leave it out with peft.exclude_modules=[{parts[0].key}], or set "
+                f"peft.target_modules: {parts[0].name} is one module for gate and up, but parallel.tensor={tensor} "
+                f"splits gate and up separately; leave it out with peft.exclude_modules=[{parts[0].key}], or set "
                 "parallel.tensor=1"
             )
 
@@ -104,8 +104,8 @@ def refuse_fused_parts(linears: Mapping[str, Sequence[Part]], tensor: int) -> No
 def count_local_elements(linear: str, parts: Iterable[Part], r: int, parallel: ParallelConfig) -> int:
     """Return the number of elements of a linear's A and B on one rank.
 
-    For an expert, it is the mean over expert-parallel ranks. `linear` is the linear's Megatron name, and `r` the rank
-    of the adapters.
+    For an expert's linear, this is the mean over expert-parallel ranks. `linear` is the linear's Megatron name, and `r`
+    the rank of the adapters.
     """
     elements = sum(r * (rows + columns) for rows, columns in _list_local_sizes(linear, parts, parallel))
     return elements // parallel.expert if is_expert(linear) else elements
@@ -117,7 +117,7 @@ def count_local_magnitudes(linear: str, parts: Iterable[Part], parallel: Paralle
 
 
 def _list_local_sizes(linear: str, parts: Iterable[Part], parallel: ParallelConfig) -> Iterator[tuple[int, int]]:
-    """Yield one rank's numbers of rows and columns of each part with an adapter."""
+    """Yield the numbers of rows and columns that one rank has of each part with an adapter."""
     name = linear.rpartition(".")[2]
     shards = parallel.expert_tensor if is_expert(linear) else parallel.tensor
     shards = 1 if name.endswith("_down_proj") else shards
@@ -138,30 +138,30 @@ def parse_layer(linear: str) -> int:
 
 
 def name_container(adapter: str) -> str:
-    """Return the name that a layer gives to the module of all its adapters with the name `adapter`."""
+    """Return the name of a layer's module that has all adapters with the name `adapter`."""
     return _CONTAINER if adapter == DEFAULT_ADAPTER else f"{_CONTAINER}-{adapter}"
 
 
 def parse_adapter(key: str) -> str | None:
-    """Return the name of the adapter whose tensor has this key in a checkpoint; None for other tensors."""
+    """Return the name of the adapter whose tensor has this checkpoint key, or None for other tensors."""
     match = _IN_ADAPTER.search(key)
     return None if match is None else match[1] or DEFAULT_ADAPTER
 
 
 def name_tensor_key(name: str, linears: Mapping[str, Iterable[Part]], adapter: str) -> str:
-    """Return the key in a checkpoint of an adapter's tensor that has the name `name` in peft's files."""
+    """Return the checkpoint key of the adapter's tensor that is named `name` in peft's files."""
     module = name.rpartition(".lora_")[0]
     linear = next(linear for linear, parts in linears.items() if any(part.name == module for part in parts))
     return f"decoder.layers.{parse_layer(linear)}.{name_container(adapter)}.{name}"
 
 
 def parse_peft_name(key: str) -> str:
-    """Return the name in peft's files of an adapter's tensor that has this key in a checkpoint."""
+    """Return the name, in peft's files, of the adapter's tensor with this checkpoint key."""
     return _IN_ADAPTER.split(key, maxsplit=1)[-1]
 
 
 def name_tensor(module: str, letter: str) -> str:
-    """Return the name that peft gives to a tensor of an adapter, without its prefix for the base model.
+    """Return the name of an adapter's tensor in peft, without peft's prefix for the base model.
 
     `module` is the Hugging Face name of the linear, and `letter` is "A", "B" or MAGNITUDE.
     """
@@ -169,7 +169,7 @@ def name_tensor(module: str, letter: str) -> str:
 
 
 def list_adapter_shapes(linears: Mapping[str, Iterable[Part]], config: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Return the whole shape of every tensor of the adapters, by the name that peft gives it."""
+    """Return the whole shape of every tensor of the adapters, by its name in peft."""
     shapes: dict[str, tuple[int, ...]] = {}
     for part in (part for parts in linears.values() for part in parts if part.has_adapter):
         shapes[name_tensor(part.name, "A")] = (config.r, part.in_features)
@@ -208,7 +208,7 @@ def _find_linears(table: WeightTable) -> dict[str, list[Part]]:
             continue
         by_row = sorted(table.by_name[name], key=lambda rows: rows.row)
         if by_row[0].slab is not None:
-            continue  # peft adapts linears only, which stacked experts are not
+            continue  # peft adapts only linears, and stacked experts are not linears
         counts: dict[str, int] = {}
         starts: dict[str, list[int]] = defaultdict(list)
         for hf_name, blocks in groupby(by_row, key=lambda rows: rows.hf_name):
@@ -256,7 +256,7 @@ def _find_matching(which: str, patterns: str | tuple[str, ...], names: list[str]
 
 
 def _refuse_other_order(patterns: str | tuple[str, ...], parts: Iterable[Part]) -> None:
-    """Refuse a listed module whose rows have another order in Megatron."""
+    """Refuse a listed module whose rows are in another order in Megatron."""
     for part in parts:
         if not part.is_in_order and not isinstance(patterns, str) and part.key in patterns:
             raise ConfigError(
@@ -280,8 +280,8 @@ def _check_ranks(config: LoraConfig, linears: Mapping[str, Iterable[Part]]) -> N
         if config.r > smallest:
             raise ConfigError(
                 f"peft.r={config.r} exceeds a dimension of {part.name}, whose weight has the shape "
-                f"({part.out_features}, {part.in_features}); set it to at most {smallest}, or exclude the module with "
-                "peft.exclude_modules"
+                f"({part.out_features}, {part.in_features}); set peft.r to at most {smallest}, or exclude the module "
+                "with peft.exclude_modules"
             )
 
 
