@@ -4,9 +4,9 @@ Records hold pairs in two forms:
 
 - A pair: every record has the prompt's fields, and `chosen` and `rejected`, which are strings or lists of messages (see
   `conversations.py`).
-- Graded solutions: a record has the prompt's fields and any number of graded solutions. A graded solution is a value
-  that is a mapping with `is_correct` (true or false) and `solution` (a string). Each right solution forms a pair with
-  each wrong solution of the same record.
+- Graded solutions: a record has the prompt's fields and any number of graded solutions. Each is a field whose value is
+  a mapping with `is_correct` (true or false) and `solution` (a string). Each right solution forms a pair with each
+  wrong solution of the same record.
 
 `datasets.py` makes batches of these records.
 """
@@ -23,7 +23,7 @@ from rl_megatron.data.files import split_heldout
 from rl_megatron.data.plain_text import SIDES, PlainText
 from rl_megatron.data.records import NothingLeft, Record
 
-SINGLE_FILES = ("preferences.jsonl", "model_solutions.jsonl")  # the first that a directory has is read alone
+SINGLE_FILES = ("preferences.jsonl", "model_solutions.jsonl")  # if a directory has any, only the first one is read
 LABEL = "label"  # the field that is true if an answer is desirable
 _PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
 
@@ -31,9 +31,9 @@ _PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
 def split_by_prompt(
     records: Sequence[Record], heldout_fraction: float, prompt_template: str | None, wanted: int = 0
 ) -> tuple[list[Record], list[Record]]:
-    """Return the (training, held-out) pairs or single answers. All records of a prompt are on the same side.
+    """Return the (training, held-out) pairs or single answers. All records of a prompt are in the same part.
 
-    A share `heldout_fraction` of the prompts is held out, and further prompts until these have `wanted` records. The
+    `heldout_fraction` of the prompts is held out, and more prompts until the held-out ones have `wanted` records. The
     choice depends on the records, but not on the run's seed.
     """
     texts = PlainText(prompt_template)
@@ -45,7 +45,7 @@ def split_by_prompt(
 
 
 def _identify_prompt(record: Record, texts: PlainText) -> str:
-    """Return a text that is the same for all records of a prompt."""
+    """Return a text that identifies the record's prompt: equal prompts have equal texts."""
     if not is_conversation(record):
         return texts.write_prompt(record)
     if SIDES[0] in record.values:
@@ -57,9 +57,9 @@ def _identify_prompt(record: Record, texts: PlainText) -> str:
 
 
 def build_pairs(records: Sequence[Record]) -> list[Record]:
-    """Return the pairs of a file's records. The first record with an answer decides the form of all.
+    """Return the pairs of a file's records. The first record with an answer decides which form all must have.
 
-    Graded records without a right or without a wrong solution are left out, and their number is logged. Raise
+    Records whose graded solutions are all right or all wrong are left out, and their number is logged. Raise
     NothingLeft if no record has an answer, or no question has both a right and a wrong solution.
     """
     first = next(filter(_find_form, records), records[0])
@@ -125,12 +125,14 @@ def _check_text(record: Record, key: str, text: object) -> None:
 
 
 def _pair_solutions(record: Record) -> Iterator[Record]:
-    """Yield a pair of each right with each wrong solution, in the record's order; equal texts count once."""
+    """Yield all pairs of a right and a wrong solution, in the record's order; a repeated text is used once."""
     solutions = {key: value for key, value in record.values.items() if _is_graded(value)}
     grades: dict[str, bool] = {}
     for key, graded in solutions.items():
         if not isinstance(graded["is_correct"], bool) or "solution" not in graded:
-            raise ValueError(f"{record.location}: {key!r} needs 'is_correct', true or false, and 'solution', a string.")
+            raise ValueError(
+                f"{record.location}: {key!r} needs 'is_correct' (true or false) and 'solution' (a string)."
+            )
         text = graded["solution"]
         _check_text(record, f"{key}.solution", text)
         if grades.setdefault(text, graded["is_correct"]) != graded["is_correct"]:
@@ -149,7 +151,8 @@ def check_labels(records: Sequence[Record]) -> None:
         if LABEL not in record.values:
             raise ValueError(
                 f"{record.location}: the record has no {LABEL!r}, which is true for a desirable answer and false for "
-                f"an undesirable one{nearest(LABEL, record.values)}; data.columns={{{LABEL}: …}} names another field"
+                f"an undesirable one{nearest(LABEL, record.values)}; if another field has it, set "
+                f"data.columns={{{LABEL}: …}}"
             )
         if not isinstance(record.values[LABEL], bool):
             raise ValueError(

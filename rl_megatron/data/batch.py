@@ -21,8 +21,8 @@ DictT = TypeVar("DictT", bound=Mapping[str, Any])
 class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     """A dict of tensors (first dimension: the sequences) and lists (one element per sequence), all of the same size.
 
-    Every method returns a new batch and leaves this one as it is. `DictT` names the keys that a loss expects, as in
-    `BatchedDataDict[ClippedPGLossDataDict]`; it is not checked at runtime.
+    Methods that return a batch return a new one, and leave this one unchanged. `DictT` names the keys that a loss
+    expects, as in `BatchedDataDict[ClippedPGLossDataDict]`; it is not checked at runtime.
     """
 
     @property
@@ -40,7 +40,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self.data
 
     def to(self, device: str | torch.device) -> Self:
-        """Return a batch with every tensor on `device`. Lists, and tensors already on it, are not copied."""
+        """Return a batch with every tensor on `device`. Lists, and tensors that are already there, are not copied."""
         moved = type(self)()
         for key, value in self.data.items():
             moved[key] = value.to(device) if isinstance(value, torch.Tensor) else value
@@ -50,7 +50,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, int | float] | None = None
     ) -> Self:
-        """Join batches in their order; dimension 1 of each key is padded to its largest size.
+        """Join batches in order; dimension 1 of each key is padded to its largest size in any batch.
 
         Shapes: `[B_i, S_i, …]` → `[Σ B_i, max S_i, …]`; `[B_i]` → `[Σ B_i]`; lists are joined.
 
@@ -59,8 +59,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             pad_value_dict: The padding value of each key; 0 for keys that it does not name.
 
         Raises:
-            ValueError: There is no batch, the keys of one batch disagree on its size, or batches differ in keys,
-                dtypes, numbers of dimensions, or sizes of dimensions after the second.
+            ValueError: `batches` is empty, one batch has keys of different sizes, or batches differ in keys, types,
+                numbers of dimensions, or sizes of dimensions after the second.
         """
         if not batches:
             raise ValueError("from_batches needs at least one batch, got none.")
@@ -87,7 +87,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         `token_mask` 0, so that it adds nothing to a loss, a gradient or a count.
 
         Raises:
-            ValueError: The batch is empty, or it has no `sample_mask` and the padding would count as data.
+            ValueError: The batch is empty, `multiple` is below 1, or padding is needed but the batch has no
+                `sample_mask`.
         """
         size = self.size
         if multiple < 1 or size == 0:
@@ -127,7 +128,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """
         size = self.size
         if isinstance(indices, torch.Tensor) and indices.dtype == torch.bool and indices.shape != (size,):
-            raise IndexError(f"{tuple(indices.shape)} booleans cannot select from a batch with {size} sequences.")
+            raise IndexError(
+                f"booleans of shape {tuple(indices.shape)} cannot select from a batch with {size} sequences."
+            )
         if isinstance(indices, torch.Tensor):
             indices = indices.nonzero().flatten().tolist() if indices.dtype == torch.bool else indices.tolist()
         numbers = list(indices)
@@ -227,8 +230,8 @@ def span_mask(starts: torch.Tensor, ends: torch.Tensor, width: int) -> torch.Ten
 def score_positions(data: Mapping[str, Any]) -> Int[Tensor, " batch"]:
     """Return the index of each sequence's last token.
 
-    If the batch has no `input_lengths`, it is the index of the last token with token_mask ≠ 0. It is 0 if the sequence
-    is empty or its token_mask is 0 everywhere.
+    In a batch without `input_lengths`, the last token is the last one with token_mask ≠ 0. The index is 0 for a
+    sequence that is empty or has token_mask 0 everywhere.
     """
     if "input_lengths" in data:
         return (data["input_lengths"].long() - 1).clamp(min=0)

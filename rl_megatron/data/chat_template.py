@@ -1,7 +1,8 @@
 """Render conversations with a Hugging Face chat template, and find the assistant's turns in the text.
 
-The turns are found by the template's `{% generation %}` markers if it has them. Otherwise the earlier messages are
-rendered with the generation prompt, and again with the turn; the turn is the text that the second rendering adds.
+The turns are found by the template's `{% generation %}` markers if it has them. Otherwise, the messages before the turn
+are rendered twice: with the generation prompt, and with the turn. The turn is the text that only the second rendering
+has.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ChatTemplate:
 
     Args:
         texts: Name → Jinja text. "tool_use" is used for conversations with tools if it exists, otherwise "default".
-        variables: Further variables of the template: the tokenizer's named tokens, and the user's.
+        variables: Further variables of the template: the tokenizer's named tokens, and `data.chat_template_kwargs`.
         name: The template's name in messages: its file, or "the tokenizer's chat template".
     """
 
@@ -37,11 +38,11 @@ class ChatTemplate:
 
     @property
     def text_with_tools(self) -> str:
-        """Return the Jinja text that conversations with tools are rendered with; empty if there is none."""
+        """Return the Jinja text for conversations with tools, or "" if there is none."""
         return self._texts.get("tool_use", self._texts.get("default", ""))
 
     def prompt(self, conversation: Conversation) -> str:
-        """Return the text of the conversation with the generation prompt, which the assistant's next turn follows."""
+        """Return the text of the conversation, with the generation prompt for the assistant's next turn at the end."""
         return self._render(conversation, len(conversation.messages), generation_prompt=True)
 
     def text(self, conversation: Conversation) -> str:
@@ -94,7 +95,7 @@ class ChatTemplate:
         )
         raise ValueError(
             f"{conversation.record.location}: message {turn + 1} (assistant) cannot be learned with {self._name}, "
-            f"because {reason}: set data.trained_turns=last if it is not the last one, or data.chat_template to a "
+            f"because {reason}: set data.trained_turns=last if this is not the last turn, or data.chat_template to a "
             "template with {% generation %} markers around the assistant's turns."
         )
 
@@ -114,7 +115,7 @@ class ChatTemplate:
         generation_prompt: bool = False,
         spans: list[Span] | None = None,
     ) -> str:
-        """Return the text of the first messages; append spans between generation markers to `spans` if it is a list."""
+        """Return the text of the first messages; if `spans` is a list, append the spans between generation markers."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         if num_messages == 0 and not generation_prompt:
@@ -141,7 +142,7 @@ class ChatTemplate:
 
 
 def _locate_line(error: Exception) -> str:
-    """Return " at line N", the template's line in a syntax error or in the traceback; "" if it is unknown."""
+    """Return " at line N", the line of the template that caused the error, or "" if it is unknown."""
     trace, line = error.__traceback__, getattr(error, "lineno", None)
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":
@@ -151,7 +152,7 @@ def _locate_line(error: Exception) -> str:
 
 
 def _describe_roles(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a remark about the roles: most templates that refuse a conversation do so because of them."""
+    """Return a remark that lists the roles: most templates that refuse a conversation do so because of them."""
     return f" (the roles of its messages: {', '.join(message['role'] for message in messages) or 'none'})"
 
 

@@ -1,7 +1,8 @@
 """Read conversations from records: lists of messages, with the tools that the assistant may call.
 
-A record is a conversation if `messages` is a list of messages, or if `prompt`, `completion`, `chosen` or `rejected` is.
-A message is what Hugging Face chat templates take: a mapping with `role`, `content` and optionally `tool_calls`.
+A record is a conversation if its field `messages`, `prompt`, `completion`, `chosen` or `rejected` is a list of
+messages. A message is what Hugging Face chat templates take: a mapping with `role`, `content` and optionally
+`tool_calls`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FIELDS = ("messages", "prompt", "completion", "chosen", "rejected")
 
 @dataclass(frozen=True)
 class Conversation:
-    """A list of messages, the first of which may be only context.
+    """A list of messages, which may begin with context that is not learned.
 
     Attributes:
         tools: JSON schemas of the tools that the assistant may call, or None.
@@ -71,7 +72,7 @@ def read_prompt(record: Record) -> Conversation:
 
 
 def find_last_answer(record: Record) -> str | None:
-    """Return the text of the last of `messages` if it is an assistant message, otherwise None."""
+    """Return the text of the last message in `messages` if it is the assistant's, otherwise None."""
     messages = record.values.get("messages")
     last = messages[-1] if _is_list(messages) and messages else None
     return get_message_text(last) if isinstance(last, Mapping) and last.get("role") == "assistant" else None
@@ -88,8 +89,8 @@ def get_message_text(message: Message) -> str:
 def read_preference(record: Record) -> tuple[Conversation, Conversation]:
     """Return the conversations with the chosen and with the rejected answer.
 
-    The context of both is `prompt` if it is a list of messages, otherwise `messages`, otherwise the common first
-    messages of `chosen` and `rejected`.
+    The context of both is `prompt` or, if that is not a list of messages, `messages`. If neither is one, it is the
+    messages with which both `chosen` and `rejected` begin.
     """
     values = record.values
     context = next((field for field in ("prompt", "messages") if _is_list(values.get(field))), None)
@@ -102,7 +103,7 @@ def read_preference(record: Record) -> tuple[Conversation, Conversation]:
     if num_shared == 0:
         raise ValueError(
             f"{record.location}: 'chosen' and 'rejected' do not begin with the same message, so they do not answer the "
-            "same prompt: begin both with the prompt's messages, or add 'prompt' with them."
+            "same prompt: begin both with the prompt's messages, or put those in 'prompt'."
         )
     tools = _read_tools(record)
     chosen, rejected = (Conversation(side, record, tools, num_shared) for side in sides)
@@ -110,7 +111,7 @@ def read_preference(record: Record) -> tuple[Conversation, Conversation]:
 
 
 def _append_answer(record: Record, context: list[dict[str, Any]], field: str) -> Conversation:
-    """Return the context followed by the answer in a field: a string, or messages that may repeat the context."""
+    """Return the context and the answer in `field`: a string, or messages that may repeat the context first."""
     answer = record.values.get(field)
     if isinstance(answer, str):
         messages = [{"role": "assistant", "content": answer}]
@@ -122,7 +123,7 @@ def _append_answer(record: Record, context: list[dict[str, Any]], field: str) ->
 
 
 def _read_messages(record: Record, field: str) -> list[dict[str, object]]:
-    """Return the messages in a field, without keys whose value is null."""
+    """Return the messages in a field, each without keys whose value is null."""
     messages = record.values.get(field)
     where = f"{record.location}: {field!r}"
     if field not in record.values:
@@ -164,11 +165,11 @@ def _check_calls(calls: object, where: str) -> None:
                 "which has 'name' and 'arguments'."
             )
         if not isinstance(function.get("arguments", {}), Mapping | str):
-            raise ValueError(f"{where}: 'arguments' of call {number} must be a mapping, or its JSON as a string.")
+            raise ValueError(f"{where}: 'arguments' of call {number} must be a mapping, or a mapping as a JSON string.")
 
 
 def _read_tools(record: Record) -> list[dict[str, object]] | None:
-    """Return the record's tools, which are a list or the JSON of a list, or None if it has no tools."""
+    """Return the tools in `tools`, which is a list or the JSON of a list, or None if the record has none."""
     tools: object = record.values.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:

@@ -1,8 +1,8 @@
 """Datasets for pretraining, SFT and preference training. The same items always give the same batch.
 
 `TextDataset` cuts a stream of tokens into windows (pretraining). `PromptAnswerDataset` has prompts and the answers to
-learn, or conversations (SFT). `LabelledDataset` also has the labels of answers (KTO), and `PreferenceDataset` has
-pairs. Errors in the data are raised when a dataset is built, before the first step.
+learn, or conversations (SFT). `LabelledDataset` also has the labels of answers (KTO), and `PreferenceDataset` has pairs
+of answers. Errors in the data are raised when a dataset is built, before the first step.
 
 Keys of a batch: `input_ids` `[B, S]` int64, padded on the right; `input_lengths` `[B]` int64; `token_mask` `[B, S]`
 fp32, entry t corresponds to token t; `sample_mask` `[B]` fp32.
@@ -50,9 +50,9 @@ class TextDataset:
     """Documents as one stream of tokens, `<eos> doc <eos> doc`, read in windows of `sequence_length` tokens.
 
     Window w is `stream[w·(S-1) : w·(S-1) + S]`: its first token is the last token of the previous window, and is not
-    predicted. So every token of the stream except the first, an `<eos>` that only serves as context, is predicted
-    exactly once, and the summed NLL of all windows is the NLL of the text. The last window is padded, and its padding
-    is masked.
+    predicted again. So every token of the stream is predicted exactly once, except the first `<eos>`, which only serves
+    as context. The summed NLL of all windows is therefore the NLL of the text. The last window is padded, and its
+    padding is masked.
 
     Attributes:
         num_characters: The number of characters of the documents, which is the divisor of the NLL per character.
@@ -103,12 +103,12 @@ class TextDataset:
 
 
 class PromptAnswerDataset:
-    """Prompts with the answers to learn, or conversations with the turns to learn, on whose tokens `token_mask` is 1.
+    """Prompts with answers to learn, or conversations with turns to learn. `token_mask` is 1 on the tokens to learn.
 
     Args:
-        records: Records of files, or those of a task's demonstrations.
+        records: Records of files, or a task's demonstrations as records.
         renderer: The renderer of the data section, which turns records into tokens.
-        max_sequence_length: The most tokens of a sequence.
+        max_sequence_length: The maximum number of tokens in a sequence.
         too_long: What to do with a longer sequence. "error" raises an error. "drop" leaves it out. "truncate" cuts its
             end, and leaves it out if no token to learn remains. "drop" and "truncate" log how many are longer.
         pad_to_multiple_of: The width S of a batch is rounded up to a multiple of this.
@@ -157,15 +157,15 @@ def collate_sequences(sequences: Sequence[EncodedSequence], padding: Padding) ->
 class PreferenceDataset:
     """Pairs of answers to one prompt. One item is one pair, which becomes two sequences of a batch.
 
-    `token_mask` is 1 on the tokens of the answers, with the token that ends them, and 0 on the prompt.
+    `token_mask` is 1 on the tokens of the answers, including the token that ends each, and 0 on the prompt.
 
     Args:
         records: Records with `chosen` and `rejected`.
         renderer: The renderer of the data section, which turns records into tokens.
-        max_sequence_length: The most tokens of each of the two sequences.
-        too_long: What to do with a pair with a longer sequence. "error" raises an error. "drop" leaves the pair out.
-            "truncate" cuts the end of each longer sequence, and leaves the pair out if no token of an answer remains or
-            the two answers become equal. "drop" and "truncate" log how many pairs are longer.
+        max_sequence_length: The maximum number of tokens in each of the two sequences.
+        too_long: What to do with a pair that has a longer sequence. "error" raises an error. "drop" leaves the pair
+            out. "truncate" cuts the end of each longer sequence, and leaves the pair out if either answer has no token
+            left or the two answers become equal. "drop" and "truncate" log how many pairs are longer.
     """
 
     group_size = 2

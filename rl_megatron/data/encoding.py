@@ -66,7 +66,7 @@ class EncodedPair:
         return max(self.chosen.num_tokens, self.rejected.num_tokens)
 
     def truncate(self, limit: int) -> EncodedPair | None:
-        """Cut both sequences to `limit` tokens, or return None if an answer has no token left or both become equal."""
+        """Cut both sequences to `limit` tokens; return None if an answer has no token left or the answers are equal."""
         chosen, rejected = self.chosen.truncate(limit), self.rejected.truncate(limit)
         if chosen is None or rejected is None or chosen.trained_ids == rejected.trained_ids:
             return None
@@ -74,7 +74,7 @@ class EncodedPair:
 
 
 class RendersChats(Protocol):
-    """The method of `Renderer` that returns the conversation of a prompt."""
+    """An object with the method `chat` of `Renderer`."""
 
     def chat(self, record: Record) -> tuple[ChatTemplate, Conversation] | None:
         """Return the chat template and the conversation of a record's prompt, or None for plain text."""
@@ -103,7 +103,7 @@ class EncodedPrompt:
         return len(self.ids)
 
     def truncate(self, limit: int) -> EncodedPrompt | None:
-        """Return the prompt with its prefix and its last tokens, `limit` in all, or None if only the prefix fits."""
+        """Keep the prefix and the last `limit - num_prefix` tokens; return None if the latter are 0 or fewer."""
         ids = truncate_prompt(self.ids, self.num_prefix, limit)
         return None if ids is None else replace(self, ids=ids)
 
@@ -113,13 +113,13 @@ class EncodedPrompt:
 
 
 def truncate_prompt(ids: list[int], num_prefix: int, limit: int) -> list[int] | None:
-    """Return the first `num_prefix` ids and the last ones, `limit` in all, or None if only the prefix fits."""
+    """Return the first `num_prefix` and the last `limit - num_prefix` ids, or None if the latter are 0 or fewer."""
     num_last = limit - num_prefix
     return ids[:num_prefix] + ids[-num_last:] if num_last > 0 else None
 
 
 class Limited(Protocol):
-    """An item that `apply_limit` keeps or leaves out as a whole: a sequence, a pair or a prompt."""
+    """An item that `apply_limit` keeps, truncates or drops: a sequence, a pair or a prompt."""
 
     @property
     def record(self) -> Record:
@@ -200,7 +200,7 @@ def apply_limit(items: Sequence[ItemT], limit: Limit) -> list[ItemT]:
 
 
 def _fit(item: ItemT, limit: Limit) -> ItemT | None:
-    """Return the item, truncated if it is longer, or None if the policy drops it or nothing useful would remain."""
+    """Return the item, truncated if it is too long, or None if the policy drops it or nothing useful would remain."""
     if item.num_tokens <= limit.tokens:
         return item
     return None if limit.policy == "drop" else item.truncate(limit.tokens)

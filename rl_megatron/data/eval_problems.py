@@ -19,7 +19,7 @@ from rl_megatron.data.tasks.task import AnsweringTask, Problem, Task
 from rl_megatron.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
-# The keys of rendering that an eval set takes from the stage's data section.
+# The keys of the stage's data section that also apply to its eval sets.
 _RENDERING = ("format", "system_prompt", "chat_template", "chat_template_kwargs", "too_long")
 _WHOLE = "heldout_fraction"  # the option of tasks that hold out a part of a file
 
@@ -33,7 +33,7 @@ class SetProblems:
 
     @property
     def reads_answers(self) -> bool:
-        """Return whether the task can extract the answer of a completion, for maj@n."""
+        """Return whether the task can extract the answer of a completion, as maj@n needs."""
         return isinstance(self.task, AnsweringTask)
 
 
@@ -65,7 +65,7 @@ def read_set_problems(stage: StageConfig, eval_set: EvalSetConfig) -> SetProblem
 
 
 def check_set_files(stage: StageConfig, tokenizer: Tokenizer | None) -> None:
-    """Check, without torch, the files of a stage's eval sets, and that pyarrow, which writes results, is installed."""
+    """Check the files of a stage's eval sets without torch, and that pyarrow is installed, which writes the results."""
     if stage.eval.sets:
         require_extra("eval.sets, whose results are tables,", "data", "pyarrow", otherwise="leave it out")
     for eval_set in stage.eval.sets:
@@ -87,7 +87,7 @@ def _read_problems(stage: StageConfig, eval_set: EvalSetConfig) -> SetProblems:
 
 
 def _is_whole_file(eval_set: EvalSetConfig) -> bool:
-    """Return whether the task holds out a part of the file by default, although the eval set is the whole file."""
+    """Return whether the eval set is a whole file of which its task would hold out a part by default."""
     if eval_set.task is None or eval_set.path is None or not Path(eval_set.path).is_file():
         return False
     return _WHOLE in task_options(eval_set.task["name"]) and _WHOLE not in eval_set.task

@@ -1,6 +1,6 @@
 """Find the files of a data section, read them as a whole, and split them into a training and a held-out part.
 
-Files of records become records, which keep their location for messages; plain text stays one string.
+Files of records become records, which have their location for messages; a plain text file becomes one string.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Parts:
 
 
 def find_parts(data: DataConfig, plain: Callable[[Path], Reader] = JsonLines, alone: Sequence[str] = ()) -> Parts:
-    """Return the readers of the data that a section names, with its columns renamed.
+    """Return the readers of the data that a section names, with fields renamed as in `data.columns`.
 
     Args:
         data: The section, which has `path` or `dataset_name`.
-        plain: The reader of files whose format does not follow from their names.
-        alone: Names of files. The first of them that a directory has is read instead of its other files.
+        plain: The reader of files whose suffix is neither that of JSON lines nor that of Parquet.
+        alone: Names of files. If a directory has any of them, only the first one is read.
     """
     if data.dataset_name is not None:
         train, heldout = _build_hub_readers(data)
@@ -78,7 +78,8 @@ def find_files(
     """Return the files at `data.path` and `data.eval_path`.
 
     A path is a file, a pattern such as `part-*.parquet`, or a directory. A directory is a Hugging Face data set, or has
-    files that are named for their splits, such as `train.jsonl` and `test.jsonl`, or is read as a whole.
+    files that are named for their splits, such as `train.jsonl` and `test.jsonl`. Of any other directory, all data
+    files are read.
     """
     files = Files([], [])
     for one_path in _list_paths(path):
@@ -115,7 +116,7 @@ def require_path(data: DataConfig) -> str | tuple[str, ...]:
 
 
 def build_reader(file: Path, plain: Callable[[Path], Reader] = JsonLines) -> Reader:
-    """Return the reader for the suffix of a file, or `plain` if the suffix is unknown."""
+    """Return the reader of a directory, a JSON lines file or a Parquet file, and `plain(file)` for any other file."""
     if file.is_dir():
         return HuggingFaceDirectory(file)
     suffix = Path(file.name.removesuffix(".gz")).suffix
@@ -125,7 +126,7 @@ def build_reader(file: Path, plain: Callable[[Path], Reader] = JsonLines) -> Rea
 
 
 def is_plain_text(file: Path) -> bool:
-    """Return whether `build_reader` reads a file with its argument `plain`."""
+    """Return whether a file is plain text, which `build_reader` reads with its argument `plain`."""
     return isinstance(build_reader(file, TextLines), TextLines)
 
 
@@ -207,7 +208,7 @@ def _find_splits(directory: Path) -> dict[str, list[Path]]:
 
 
 def _take_all_files(directory: Path, splits: Mapping[str, list[Path]], key: str) -> Files:
-    """Return all data files of a directory without a training split."""
+    """Return all data files of a directory, which has no training split, as training files."""
     names = ", ".join(sorted(entry.name for entry in directory.iterdir())[:_NUM_NAMES_SHOWN]) or "nothing"
     heldout = [name for name in HELDOUT_SPLITS if name in splits]
     if heldout and key == "data.path":
@@ -248,8 +249,8 @@ def load_records(
 def load_text(file: Path, heldout_fraction: float = 0.05) -> tuple[str, str]:
     """Return the (training, held-out) text of a file.
 
-    The last `heldout_fraction` of the characters is held out, starting at the next line. The two parts together are
-    exactly the file, with its own line ends.
+    The end of the file is held out: about `heldout_fraction` of its characters, from the start of a line on if
+    possible. The two parts joined are the file's text, with its line ends unchanged.
     """
     check_fraction(heldout_fraction)
     text = "".join(record.values["text"] for record, _ in TextLines(file).read())
@@ -259,7 +260,7 @@ def load_text(file: Path, heldout_fraction: float = 0.05) -> tuple[str, str]:
         return text, ""
     cut = min(round(len(text) * (1 - heldout_fraction)), len(text) - 1)
     line_start = text.find("\n", cut - 1) + 1 if cut > 0 else 0
-    cut = line_start if 0 < line_start < len(text) else cut  # no line starts after the cut: cut within the last line
+    cut = line_start if 0 < line_start < len(text) else cut  # cut within the last line if no line starts later
     if cut == 0:
         raise ValueError(
             f"data.path: {file} has {len(text)} characters: holding {heldout_fraction} of them out leaves nothing to "

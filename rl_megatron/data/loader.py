@@ -81,30 +81,30 @@ class Component(ABC, Generic[BatchT]):
         return None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue at a position that `state_dict` returned; None is the beginning."""
+        """Continue at a position that `state_dict` returned; None means the beginning."""
 
 
 class InMemory(Component[BatchT]):
-    """A data set whose items are all in memory, in shuffled epochs."""
+    """A data set whose items are all in memory. They are drawn in shuffled epochs."""
 
     def __init__(self, name: str, items: Items[BatchT], seed: int | str):
         self.name, self.first = name, items
         self._epochs = ShuffledEpochs(len(items), seed)
 
     def draw(self, start: int, count: int) -> list[Drawn[BatchT]]:
-        """Return `count` items from position `start` of the epochs on."""
+        """Return `count` items, from position `start` in the sequence of all epochs."""
         return [Drawn(self.first, index, index) for index in self._epochs.items(start, count)]
 
 
 class Streamed(Component[BatchT]):
-    """A data set that is read block by block. Every epoch has the same blocks, each shuffled in another order.
+    """A data set that is read block by block. Every epoch has the same blocks, but another order within each.
 
     A block without items, for example because all its records are too long and dropped, is skipped.
 
     Args:
         name: Its name.
         reader: The reader of its training records.
-        build: Returns the items of the records of a block.
+        build: Returns the items that are made of a block's records.
         block_size: The number of records in a block.
         seed: The seed of the order within blocks.
     """
@@ -198,7 +198,7 @@ class Streamed(Component[BatchT]):
 
 @contextmanager
 def _log_rarely(number: int) -> Iterator[None]:
-    """Silence the log lines about a block's records, unless the block's number is a power of two."""
+    """Silence the warnings about a block's records, unless `number` (of blocks built so far) is a power of two."""
     logger = logging.getLogger(encoding.__name__)
     level = logger.level
     if number & (number - 1):
@@ -221,7 +221,7 @@ class DataLoader(Generic[BatchT]):
         can_fail: Whether a batch may fail on some ranks only, because it is read from files or a user's function
             returns the weights of the mixture.
         ranks: The ranks that draw each batch together if `can_fail`. The stage that uses the loader sets them.
-        data_sets: The name of the data set of each item of the last batch.
+        data_sets: For each item of the last batch, the name of its data set.
     """
 
     components: Sequence[Component[BatchT]]
@@ -242,18 +242,18 @@ class DataLoader(Generic[BatchT]):
 
     @property
     def is_streamed(self) -> bool:
-        """Return whether any data set is read block by block; going back then reads it again from the beginning."""
+        """Return whether any data set is read block by block; for an earlier batch, reading starts at the beginning."""
         return any(component.state_dict() is not None for component in self.components)
 
     def batch(self, number: int) -> BatchT:
-        """Return batch `number`. Going forward is cheap; going back starts streamed data from the beginning.
+        """Return batch `number`. If it is not after the last call's batch, streamed data is read from the beginning.
 
-        Collective if `can_fail`: a ConfigError about the data of the batch is then raised on every rank.
+        If `can_fail`, this is a collective call, and a ConfigError while items are drawn is raised on every rank.
         """
         return self._build_batch(self._draw_together(number))
 
     def part(self, number: int, part: int, parts: int) -> BatchT | None:
-        """Return part `part` of batch `number`, cut in order into `parts` equal parts, or None if it has no item.
+        """Return one of the `parts` consecutive parts of batch `number`, of about equal size, or None if it is empty.
 
         The other items are also drawn, so that `data_sets` covers the whole batch, but they are not built. See `batch`.
         """
@@ -267,7 +267,7 @@ class DataLoader(Generic[BatchT]):
         return [item for _, item in drawn]
 
     def locations(self, number: int) -> list[str]:
-        """Return the location of every item of batch `number`, as file:line; empty for items that have none."""
+        """Return the location of every item of batch `number`, as file:line; "" for an item that has none."""
         drawn = [item for _, item in self._draw(number)]
         return [getattr(item.among, "location", lambda index: "")(item.index) for item in drawn]
 
@@ -289,7 +289,7 @@ class DataLoader(Generic[BatchT]):
         return {"batches": self._next, "streams": {name: state for name, state in states.items() if state is not None}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was called. Raise ConfigError if the state is of other streamed data."""
+        """Continue from a state of `state_dict`. Raise ConfigError if it has streamed data that this loader lacks."""
         names, streams = {component.name for component in self.components}, state["streams"]
         if unknown := sorted(set(streams) - names):
             raise ConfigError(

@@ -21,7 +21,8 @@ class MixtureCounts:
     Args:
         names: The names of the data sets.
         batch_size: The number of items in a batch.
-        weights: Returns the weights at a step, counted from 1: one for each data set, in their order or by name.
+        weights: Returns the weights at a step, counted from 1: one for each data set, in the order of `names` or by
+            name.
         batches_per_step: The maximum number of batches per step. A rollout step draws one batch in each of its rounds.
     """
 
@@ -33,7 +34,7 @@ class MixtureCounts:
         self._begin()
 
     def at(self, number: int) -> tuple[list[int], list[int]]:
-        """Return, per data set, how many items the batches before batch `number` take, and how many it takes."""
+        """Return how many items of each data set the batches before `number` take, and how many this batch takes."""
         if number < self._number:
             self._begin()
         while self._number < number:
@@ -46,7 +47,7 @@ class MixtureCounts:
     def _begin(self) -> None:
         self._number = 0
         self._taken = [0] * len(self.names)
-        self._owed = [0.0] * len(self.names)  # what rounding has taken from each data set so far; it adds up to 0
+        self._owed = [0.0] * len(self.names)  # how many items each data set has lost by rounding; the sum is 0
 
     def _compute_due(self) -> list[float]:
         weights = self._read_weights(self._number // self._batches_per_step + 1)
@@ -88,7 +89,7 @@ class MixtureCounts:
 
 
 def load_weights(data: DataConfig) -> Callable[[int], Weights]:
-    """Return the function of the weights of a data section: the user's, or one that returns those of `data.mix`."""
+    """Return the user's function for the weights, or one that always returns the weights in `data.mix`."""
     if data.mix_weights is None:
         weights = [data_set.weight for data_set in data.mix] or [1.0]
         return lambda step: weights

@@ -1,4 +1,4 @@
-"""The order of a dataset's items. It depends only on seed and step number, so that resuming needs no saved state."""
+"""The order of a dataset's items. It depends only on their number, a seed and the epoch: resuming needs no state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ShuffledEpochs:
     def _item(self, position: int) -> int:
         epoch, offset = divmod(position, self.num_items)
         if epoch not in self._orders:
-            # Neighbouring items span at most two epochs, so that older orders are not needed again.
+            # Positions rise from batch to batch, so only the previous epoch's order may be needed again.
             self._orders = {number: order for number, order in self._orders.items() if number == epoch - 1}
             self._orders[epoch] = epoch_order(self.num_items, self.seed, epoch).tolist()
         return self._orders[epoch][offset]

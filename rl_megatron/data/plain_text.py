@@ -13,7 +13,7 @@ from rl_megatron.data.conversations import is_conversation
 from rl_megatron.data.records import Record
 from rl_megatron.data.tasks.task import TaskRecord
 
-# The fields that are looked for, in this order, if no template is configured.
+# If no template is configured, the first of these fields that a record has is used.
 PROMPT_FIELDS = ("question", "prompt", "problem", "instruction", "query", "input")
 ANSWER_FIELDS = ("answer", "completion", "response", "solution", "output")
 
@@ -71,8 +71,8 @@ class PlainText:
     def write_prompt(self, record: Record, of_message: bool = False) -> str:
         """Return the text of the record's prompt.
 
-        Without a template, a prompt ends with a line break, so that the answer is on a line of its own. The content of
-        a chat message (`of_message`) does not end with one.
+        If no template is configured, a line break follows the field of the prompt, unless that is `prompt`, so that the
+        answer is on a line of its own. The content of a chat message (`of_message`) does not end with that line break.
         """
         template, values = self.prompt_parts(record)
         text = template.format_map(values)
@@ -107,7 +107,7 @@ class PlainText:
         return chosen, rejected
 
     def _find_parts(self, key: str, template: str | None, candidates: Sequence[str], record: Record) -> Parts:
-        """Return the template of `data.<key>`, or one that the first record's fields imply, and the values for it."""
+        """Return `data.<key>`, or the template that the first record's fields imply, and the values that fill it."""
         if template is None:
             template = self._infer_template(key, candidates, record)
         require_fields([record], template, f"data.{key}")

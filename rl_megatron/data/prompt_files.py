@@ -1,4 +1,4 @@
-"""Read prompts from files to sample completions outside of training: texts, conversations or token ids.
+"""Read prompts (texts, conversations or token ids) from files, to sample completions outside of training.
 
 This module uses the readers and the renderer of training data, so that a prompt has the same tokens as in a run. It
 does not import torch.
@@ -58,7 +58,7 @@ class FilePrompt:
         return len(self.ids)
 
     def truncate(self, limit: int) -> FilePrompt | None:
-        """Return the prompt with its prefix and its last tokens, `limit` in all, or None if only the prefix fits."""
+        """Keep the prefix and the last `limit - num_prefix` tokens; return None if the latter are 0 or fewer."""
         ids = truncate_prompt(self.ids, self.num_prefix, limit)
         return None if ids is None else replace(self, ids=ids)
 
@@ -72,7 +72,7 @@ class FilePrompts:
 
     @property
     def digest(self) -> str:
-        """Return a digest of the tokens of all prompts and of their numbers."""
+        """Return a digest of the numbers and the tokens of all prompts."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             digest.update(json.dumps([prompt.number, prompt.ids]).encode())
@@ -80,14 +80,14 @@ class FilePrompts:
 
 
 def build_prompts_config(data: DataConfig, path: str) -> PromptsConfig:
-    """Return the data section for the prompts at `path`, with the rendering of `data`."""
+    """Return the data section for the prompts at `path`, with the `RENDERING_KEYS` of `data`."""
     return PromptsConfig(path=path, **{key: getattr(data, key) for key in RENDERING_KEYS})
 
 
 def read_prompts(
     data: PromptsConfig, tokenizer: Tokenizer, max_sequence_length: int, max_new_tokens: int
 ) -> FilePrompts:
-    """Return the prompts at `data.path` as tokens, with space for a completion after each.
+    """Return the prompts at `data.path` as tokens; each leaves space for a completion.
 
     A record is a prompt as text, a conversation, a line of a text file, or token ids in the field `prompt_ids`.
     `data.too_long` decides what happens to a prompt that leaves too little space.

@@ -23,11 +23,11 @@ from rl_megatron.data.records import Position, Reader, Record, drop_nulls
 
 
 class TextLine(Record):
-    """A line of a plain text, with its line end, under `text`."""
+    """The record of a line of plain text; its field `text` is the line, including the line end."""
 
 
 class Lines(Reader):
-    """The lines of a UTF-8 file. A position is the offset in uncompressed bytes, and the number of lines before it.
+    """The lines of a UTF-8 file. A position has the offset in uncompressed bytes, and the number of lines before it.
 
     A byte order mark at the beginning, which editors on Windows write, is not a part of the text.
     """
@@ -61,7 +61,7 @@ class Lines(Reader):
 
     @abstractmethod
     def _record(self, line: bytes, number: int) -> Record | None:
-        """Return the record of a line, or None if it has none."""
+        """Return the record of a line, or None if the line is skipped."""
 
 
 class JsonLines(Lines):
@@ -84,7 +84,7 @@ class JsonLines(Lines):
 
 
 def _check_characters(values: Mapping[str, object], location: str) -> None:
-    """Check that the escapes of a line are characters: no tokenizer accepts half of a surrogate pair."""
+    """Check that no escape in a line is half of a surrogate pair, which no tokenizer accepts."""
     for key, value in values.items():
         try:
             json.dumps([key, value], ensure_ascii=False).encode()
@@ -173,7 +173,7 @@ class HubDataset(Reader):
         name: Its name, such as `openai/gsm8k`.
         subset: Its subset, which the Hub calls configuration; None if it has only one.
         split: Its split, such as `train` or `train[:1000]`.
-        streaming: Whether rows are read when they are needed, instead of downloading the data set first.
+        streaming: Whether rows are downloaded when they are read, instead of the whole data set first.
     """
 
     def __init__(self, name: str, subset: str | None, split: str, streaming: bool):

@@ -27,11 +27,11 @@ class Record:
 
 
 def drop_nulls(values: Mapping[str, object]) -> dict[str, object]:
-    """Return a record's fields without those that are null or NaN, and without such keys in messages and tools.
+    """Return a record's fields without those that are null or NaN.
 
-    A null means that the record lacks the field: tables need a value in every row, and JSON files are often made from
-    tables. The same holds for messages and tools, which are lists of mappings. Other mappings, such as verl's
-    `extra_info`, keep their nulls.
+    A null means that the field is missing: tables need a value in every row, and JSON files are often made from tables.
+    Nulls are also dropped from mappings in lists, such as messages and tools. A field that is itself a mapping, such as
+    verl's `extra_info`, keeps its nulls.
     """
     return {
         key: _drop_null_keys(value) if isinstance(value, list) else value
@@ -53,7 +53,7 @@ def _is_null(value: object) -> bool:
 class Reader(ABC):
     """Records in a fixed order, which can be read from any position."""
 
-    name: str  # in messages: its file, or its name on the Hub
+    name: str  # the name in messages: the file, or the name on the Hub
 
     @abstractmethod
     def read(self, start: Position = ()) -> Iterator[tuple[Record, Position]]:
@@ -64,7 +64,7 @@ class Reader(ABC):
 
     @property
     def columns(self) -> list[str] | None:
-        """Return the names of the fields of every record if they are known without reading, otherwise None."""
+        """Return the names of the fields that every record has, or None if they are unknown before reading."""
         return None
 
     def all(self) -> list[Record]:
@@ -149,7 +149,7 @@ class Renamed(Reader):
 
 
 class Part(Reader):
-    """The records of a reader without its first `skipped` ones, which are held out, and at most `limit` of the rest."""
+    """At most `limit` records of a reader, after its first `skipped` records, which are held out."""
 
     def __init__(self, reader: Reader, *, skipped: int = 0, limit: int | None = None):
         self._reader, self._skipped, self._limit = reader, skipped, limit

@@ -34,7 +34,7 @@ PLAIN, CHAT = "plain", "chat"
 
 
 class Renderer:
-    """The converter from records of a data section to tokens.
+    """The converter of a data section's records to tokens.
 
     All records of a renderer have one format. With `data.format=auto`, the first record decides the format, and all
     others must be of the same kind. With `format=chat`, conversations and records without messages can be mixed.
@@ -77,7 +77,7 @@ class Renderer:
         return self.build_prompt(problem, record, self.encode_prompt(record))
 
     def build_prompt(self, problem: Problem, record: Record, ids: list[int]) -> EncodedPrompt:
-        """Return the prompt of a problem, with these token ids."""
+        """Return the prompt of a problem; `ids` are its tokens."""
         prefix = self.tokenizer.prefix_ids
         starts_with_prefix = ids[: len(prefix)] == prefix
         return EncodedPrompt(ids, problem, record, len(prefix) if starts_with_prefix else 0, self)
@@ -106,7 +106,7 @@ class Renderer:
         return EncodedPair(chosen, rejected)
 
     def check(self, record: Record, is_pair: bool) -> None:
-        """Check that the record has the fields and messages that `encode_pair`, or `encode_example`, reads."""
+        """Check that the record has what `encode_pair` (if `is_pair`) or `encode_example` reads: fields or messages."""
         if self._resolve_format(record) == CHAT and is_conversation(record):
             read_preference(record) if is_pair else read_conversation(record)
             return
@@ -116,7 +116,7 @@ class Renderer:
 
     @property
     def end_of_turn_ids(self) -> tuple[int, ...]:
-        """Return (the token with which the chat template ends the assistant's turns,), or () if there is none."""
+        """Return the token with which the chat template ends the assistant's turns, as a tuple; () if there is none."""
         if self.format != CHAT:
             return ()
         turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
@@ -125,7 +125,7 @@ class Renderer:
             text = self._get_template().text(conversation)
             encoding = self._encode(text, conversation.record)
         except ValueError as error:
-            log.once(f"no token is known to end the turns of the chat template: {error}")
+            log.once(f"it is unknown which token ends the turns of the chat template: {error}")
             return ()
         last = encoding.ids[find_last_token(encoding, text)]
         return (last,) if self.tokenizer.is_added(last) else ()
@@ -244,8 +244,9 @@ class Renderer:
             tokens = find_tokens(encoding, begin, end)
             if tokens and encoding.offsets[tokens[0]][0] < begin:
                 log.once(
-                    f"{record.location}: the first token of an assistant turn begins in the text before it, so that "
-                    "generation starts from other tokens; this happens if the message begins with white space"
+                    f"{record.location}: the first token of an assistant turn begins before the turn, so that "
+                    "generation starts from other tokens than in training; this happens if the message begins with "
+                    "white space"
                 )
             trained[tokens.start : tokens.stop] = b"\x01" * len(tokens)
         if conversation.messages[-1]["role"] == "assistant":

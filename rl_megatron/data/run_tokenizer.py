@@ -21,7 +21,7 @@ TOKENIZER = "tokenizer"  # a subdirectory of the run's output directory
 
 
 def build_tokenizer(stage: StageConfig) -> Tokenizer:
-    """Return the tokenizer at `tokenizer.path` or, if it is not set, a BPE trained on the stage's training text."""
+    """Return the tokenizer at `tokenizer.path` or, if that is not set, a BPE trained on the stage's training text."""
     if stage.tokenizer.path is not None:
         try:
             return load_tokenizer(stage.tokenizer.path)
@@ -30,7 +30,7 @@ def build_tokenizer(stage: StageConfig) -> Tokenizer:
     if stage.data.streaming:
         log.once(
             f"the tokenizer is trained on the first {stage.data.shuffle_block} streamed records (data.shuffle_block); "
-            "raise it, or set tokenizer.path to a tokenizer of all of the data"
+            "raise this key, or set tokenizer.path to a tokenizer trained on all data"
         )
     return train_bpe(build_source(stage).texts(), stage.tokenizer.vocab_size)
 
@@ -147,8 +147,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, digits: bool = True) -> 
 
     Args:
         texts: The corpus, read once.
-        vocab_size: The most tokens, including 256 bytes, `<pad>` (id 0) and `<eos>` (id 1). A small corpus may have too
-            few repeated pairs to reach this number; `Tokenizer.vocab_size` is the actual size.
+        vocab_size: The maximum number of tokens, including 256 bytes, `<pad>` (id 0) and `<eos>` (id 1). A small corpus
+            may have too few repeated pairs to reach this number; `Tokenizer.vocab_size` is the actual size.
         digits: Whether each digit is a separate token, so that numbers of equal length have equally many tokens.
 
     Raises:

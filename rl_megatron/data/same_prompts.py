@@ -19,8 +19,8 @@ _SHOWN = 100
 def find_different_prompts(stages: Mapping[str, StageConfig], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a message for every two stages that would turn the same record into different prompts.
 
-    Usually, a model should get prompts in the form that it was trained on. Both stages render the first record of each,
-    if it has the fields that both need.
+    Usually, a model should get prompts in the form that it was trained on. The first record of each stage is rendered
+    by both, unless it lacks a field that one of them needs.
     """
     with_prompts = {name: stage for name, stage in stages.items() if stage.algorithm.learns_from != DOCUMENTS}
     for first, second in combinations(with_prompts, 2):
@@ -46,7 +46,7 @@ def find_different_prompts(stages: Mapping[str, StageConfig], tokenizer: Tokeniz
 
 
 def _render_prompts(first: StageConfig, second: StageConfig, record: Record, tokenizer: Tokenizer) -> list[str]:
-    """Return the record's prompt in each stage, or nothing if a stage cannot read the record."""
+    """Return the record's prompt in each stage, or an empty list if a stage cannot read the record."""
     try:
         ids = [build_source(stage).renderer(tokenizer).encode_prompt(record) for stage in (first, second)]
     except ValueError:

@@ -428,7 +428,7 @@ BATCHES = [
     Row("BatchedDataDict.select_indices", "past the end", lambda: batch_of(a=TWO).select_indices([2]),
         refused("sequence 2 of a batch with 2", IndexError)),
     Row("BatchedDataDict.select_indices", "too few booleans", lambda: batch_of(a=TWO).select_indices(T([True])),
-        refused("(1,) booleans", IndexError)),
+        refused("booleans of shape (1,)", IndexError)),
     Row("BatchedDataDict.pad_to_multiple", "empty", lambda: batch_of(a=NONE).pad_to_multiple(2),
         refused("0 sequences")),
     Row("BatchedDataDict.pad_to_multiple", "multiple 0", lambda: batch_of(a=TWO).pad_to_multiple(0),

@@ -1,4 +1,4 @@
-"""Data sources; `data.source` selects one. Each is in one file and registers itself for its config class."""
+"""Data sources; `data.source` selects one. Each registers itself for its config class."""
 
 from rl_megatron.data.sources.answers import LabelledSource, PreferenceSource, PromptAnswerSource
 from rl_megatron.data.sources.prompts import PromptsSource

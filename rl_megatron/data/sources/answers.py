@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class AnswerSource(RecordSource[ConfigT]):
-    """A data source of prompts with one answer each, which become one sequence each."""
+    """A data source of prompts with one answer each. A prompt and its answer become one sequence."""
 
     def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
         """Check that the records can be turned into tokens."""
@@ -72,7 +72,7 @@ class LabelledSource(AnswerSource[LabelledConfig]):
         super().check_records(records, tokenizer)
 
     def split(self, train: list[Record], heldout: list[Record] | None) -> tuple[list[Record], list[Record]]:
-        """Return the (training, held-out) records. All answers to a prompt are on the same side."""
+        """Return the (training, held-out) records. All answers to a prompt are in the same part."""
         if heldout is not None:
             return train, heldout
         return split_by_prompt(train, self.data.heldout_fraction, self.data.prompt_template, self.num_asked_for)
@@ -90,7 +90,7 @@ class PreferenceSource(RecordSource[PreferenceConfig]):
     alone = SINGLE_FILES
 
     def check_records(self, records: Sequence[Record], tokenizer: Tokenizer | None) -> None:
-        """Check the pairs of records, and that they can be turned into tokens."""
+        """Check that the records form pairs, and that these can be turned into tokens."""
         check_texts(build_pairs(records), self.data, tokenizer, pairs=True)
 
     def texts(self) -> Iterator[str]:
@@ -112,7 +112,7 @@ class PreferenceSource(RecordSource[PreferenceConfig]):
         return build_pairs(records)
 
     def split(self, train: list[Record], heldout: list[Record] | None) -> tuple[list[Record], list[Record]]:
-        """Return the (training, held-out) pairs. All pairs of a prompt are on the same side."""
+        """Return the (training, held-out) pairs. All pairs of a prompt are in the same part."""
         if heldout is not None:
             return build_pairs(train), build_pairs(heldout)
         pairs = build_pairs(train)

@@ -1,4 +1,4 @@
-"""`MixedSource`: the data sets of `data.mix`, read by one data source each."""
+"""`MixedSource`: the data sets of `data.mix`, each read by its own data source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def split_mixture(stage: StageConfig) -> list[tuple[str, StageConfig]]:
     for data_set, share in zip(data.mix, _share_eval_examples(data), strict=True):
         location = {key: getattr(data_set, key) for key in ("path", "dataset_name", "subset", "split")}
         columns = data.columns if data_set.columns is None else data_set.columns
-        # The held-out data of `eval_path` belongs to no data set.
+        # No section gets `eval_path`: its data is held out for the whole mixture.
         number = None if data.num_eval_examples is None else share
         section = dataclasses.replace(whole, **location, columns=columns, eval_path=None, num_eval_examples=number)
         sections.append((data_set.shown_name, dataclasses.replace(stage, data=section)))
@@ -52,7 +52,7 @@ class MixedSource(DataSource[DataConfig]):
 
     @property
     def num_left_out(self) -> int:
-        """Return how many of the first training records of the data sets are skipped, in total."""
+        """Return how many training records are skipped at the beginnings of the data sets, in total."""
         return sum(source.num_left_out for source in self.sources)
 
     @property

@@ -50,7 +50,8 @@ class PromptsSource(RecordSource[PromptsConfig]):
     """The source of prompts from files.
 
     A record has the fields of `data.prompt_template`, a field such as `prompt`, or messages. Its answer is the field
-    `answer` or, as in files for verl, `reward_model.ground_truth`. Reward functions get all fields of the record.
+    `answer`, `reward_model.ground_truth` (as in files for verl), or the assistant's message at the end. Reward
+    functions get all fields of the record.
     """
 
     def __init__(self, stage: StageConfig, data: PromptsConfig):
@@ -99,9 +100,9 @@ class PromptsSource(RecordSource[PromptsConfig]):
 
 
 def find_reference_answer(record: Record) -> str:
-    """Return the answer of a record as text: `answer`, or `reward_model.ground_truth`, or the assistant's last message.
+    """Return the answer of a record as text, or "" if it has none.
 
-    It is empty if the record has none of them.
+    It is `answer`, `reward_model.ground_truth`, or the last of `messages` if that is the assistant's, in this order.
     """
     reward_model = record.values.get("reward_model")
     ground_truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None

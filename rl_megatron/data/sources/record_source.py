@@ -14,15 +14,15 @@ from rl_megatron.data.rendering import Renderer
 from rl_megatron.data.sources.source import ConfigT, DataSource
 from rl_megatron.data.tokenizer import Tokenizer
 
-_CHECKED_EARLY = 10_000  # records of a part that are read before torch is imported; the preflight reads all
+_CHECKED_EARLY = 10_000  # records per part that are checked before torch is imported; the preflight checks all
 
 
 class RecordSource(DataSource[ConfigT]):
     """A data source whose training and held-out records come from the package's readers.
 
     Attributes:
-        plain: The reader of files whose format does not follow from their names.
-        alone: Names of files. The first of them that a directory has is read instead of its other files.
+        plain: The reader of files whose suffix is neither that of JSON lines nor that of Parquet.
+        alone: Names of files. If a directory has any of them, only the first one is read.
     """
 
     plain: ClassVar[type[Lines]] = JsonLines
@@ -40,7 +40,7 @@ class RecordSource(DataSource[ConfigT]):
         return source
 
     def renderer(self, tokenizer: Tokenizer) -> Renderer:
-        """Return a renderer of the data section. All blocks share one, whose templates the first block decides."""
+        """Return a renderer of the data section. All blocks share one, so the first block decides its templates."""
         if self._block is None:
             return super().renderer(tokenizer)
         if not self._renderers:
@@ -53,7 +53,7 @@ class RecordSource(DataSource[ConfigT]):
 
     @property
     def num_left_out(self) -> int:
-        """Return how many of the first records are held out: 0 unless streamed data has no held-out part of its own."""
+        """Return how many of the first records are held out; 0 unless data is streamed and has no held-out part."""
         if not self.data.streaming or self._num_heldout == 0:
             return 0
         return self._num_heldout if find_parts(self.data, self.plain, self.alone).heldout is None else 0
@@ -79,11 +79,11 @@ class RecordSource(DataSource[ConfigT]):
         """
 
     def prepare(self, records: list[Record]) -> list[Record]:
-        """Return the records that datasets are built from: by default, the files' records."""
+        """Return the records to build a dataset from: by default, `records` themselves."""
         return records
 
     def parts(self) -> tuple[list[Record], list[Record]]:
-        """Return the (training, held-out) records. Training records of streamed data are those of the first block."""
+        """Return the (training, held-out) records. For streamed data, training records are only the first block."""
         if self._block is not None:
             return self.prepare(self._block), []
         readers = find_parts(self.data, self.plain, self.alone)
@@ -106,10 +106,10 @@ class RecordSource(DataSource[ConfigT]):
 
     @property
     def num_asked_for(self) -> int:
-        """Return how many held-out records evaluation asks for, or 0 if it uses all that there are."""
+        """Return how many held-out records evaluation asks for, or 0 if `data.num_eval_examples` is not set."""
         return self.data.num_eval_examples or 0
 
     @property
     def _num_heldout(self) -> int:
-        """Return how many streamed records are held out: those that evaluation uses, or 0 if heldout_fraction is 0."""
+        """Return how many streamed records are held out: as many as evaluation uses, or 0 if heldout_fraction is 0."""
         return (self.data.num_eval_examples or USUAL_EVAL_EXAMPLES) if self.data.heldout_fraction > 0 else 0

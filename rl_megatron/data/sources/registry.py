@@ -20,8 +20,8 @@ def register_source(config: type[DataConfig]) -> Callable[[SourceT], SourceT]:
     """Return a class decorator that registers a `DataSource` for the data sections that `config` declares.
 
     Args:
-        config: A subclass of `DataConfig` under `@section`. The default of its key `source` is the source's name. The
-            class is registered too, if it is not already.
+        config: A subclass of `DataConfig`, decorated with `@section`. The default of its key `source` is the source's
+            name. `config` is registered too, unless it already is.
 
     Raises:
         TypeError: `config` is not declared with `@section`, or has no name.

@@ -1,7 +1,7 @@
 """`DataSource`: the interface of data sources, which read a stage's training and held-out data.
 
-The modules of data sources do not import torch: a mistake in a path, a file or a template is found before torch is
-imported. Datasets, which make tensors, are therefore imported in the methods that return them.
+The modules of data sources do not import torch, so that a mistake in a path, a file or a template is found before torch
+is imported. Datasets, which make tensors, are therefore imported in the methods that return them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HeldoutBatch:
         batch: The sequences. The two of a pair are adjacent, the chosen one first.
         tokens_per_character: The factor that converts nats per token to nats per character. It is set only for plain
             text.
-        locations: Where the record of each sequence, or of each pair, was read, as file:line; empty if there is none.
+        locations: The location of each sequence's or pair's record, as file:line; empty if locations are unknown.
     """
 
     batch: BatchedDataDict
@@ -77,7 +77,7 @@ class DataSource(Generic[ConfigT]):
         return 0
 
     def first_record(self) -> Record | None:
-        """Return the first training record, to compare stages, or None if the source has no records."""
+        """Return the first training record, or None if the source has no records."""
         return None
 
     def check_files(self, tokenizer: Tokenizer | None) -> None:
@@ -107,7 +107,7 @@ class DataSource(Generic[ConfigT]):
         """Return the training data of a kind that needs no sampling from the policy: documents, answers or pairs.
 
         Args:
-            kind: One of config/data.py, or the source's own.
+            kind: A kind in config/data.py, or one of the source's own.
             tokenizer: The run's tokenizer.
 
         Raises:
@@ -158,6 +158,7 @@ def count_evaluated(data: DataConfig, num_heldout: int, noun: str = "sequences")
     if number > num_heldout:
         raise ConfigError(
             f"data.num_eval_examples={number} exceeds the number of held-out {noun}, {num_heldout}; lower it, leave it "
-            "out to use all of them, or hold out more with data.heldout_fraction or data.eval_path"
+            f"out to use all of them (at most {USUAL_EVAL_EXAMPLES}), or hold out more with data.heldout_fraction or "
+            "data.eval_path"
         )
     return number

@@ -33,7 +33,7 @@ class TaskSource(DataSource[TaskConfig]):
         self._call(lambda: check_task_files(task))
 
     def texts(self) -> Iterator[str]:
-        """Yield the documents of a task that generates its data, or the demonstrations of another task."""
+        """Yield documents if the task generates its data, otherwise its demonstrations."""
         task = self.task()
         if isinstance(task, GeneratedTask):
             yield from self._generate_documents(task)
@@ -66,7 +66,7 @@ class TaskSource(DataSource[TaskConfig]):
         return build_task(**options)
 
     def problems(self, wanted: int) -> list[Problem]:
-        """Return `wanted` training problems of a task that generates them, or all problems of another task."""
+        """Return `wanted` training problems if the task generates them, otherwise all of its training problems."""
         task = self.task()
         count = wanted if isinstance(task, GeneratedTask) else None
         return self._call(lambda: task.train_problems(count, seed=self.stage.train.seed))
@@ -118,7 +118,7 @@ class TaskSource(DataSource[TaskConfig]):
     def _call(self, call: Callable[[], _T], asked: str = "data.task") -> _T:
         """Return `call()`, a call of a method of the task; an error that it raises names the task.
 
-        If the task has too few problems, the error begins with `asked`, the key that asks for them and its value.
+        If the task has too few problems, the error begins with `asked`, the setting (key=value) that asks for them.
         """
         try:
             return call_task(self.data.task["name"], call)

@@ -1,4 +1,4 @@
-"""The data source for text: text files, whose ends are held out, or records with a text."""
+"""The data source for text: text files, or records with the field `text`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class TextSource(RecordSource[TextConfig]):
     """The source of documents, read as one stream of tokens in windows of `data.sequence_length`.
 
-    A text file is one document, and so is the field `text` of a record.
+    A text file is one document, and so is the field `text` of each record.
     """
 
     plain = TextLines

@@ -1,4 +1,4 @@
-"""The task `arithmetic`: sums and differences of small numbers, generated, so that a run needs no data files."""
+"""The task `arithmetic`: generated sums and differences of small numbers, so that a run needs no data files."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Arithmetic:
 
     Args:
         max_operand: The largest operand: 9, 99 or 999 for one, two or three digits.
-        operators: The operators to use, some of "+" and "-".
+        operators: The operators to use: "+", "-" or both.
         zero_pad: Whether numbers are written at full width, `07+12=019`. Digits of the same weight are then always at
-            the same position, which a small model learns in a tenth of the steps.
+            the same position, so that a small model needs a tenth of the steps.
         heldout_fraction: The share of unordered pairs that is held out: at least 1 pair, at most `MAX_HELDOUT_PAIRS`.
         split_seed: The seed that chooses the held-out pairs. It is separate from the `seed` of the methods, so that all
             runs have the same held-out pairs.
@@ -74,7 +74,7 @@ class Arithmetic:
         return [next(draws) for _ in range(count)]
 
     def heldout_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
-        """Return `count` different held-out problems, or all of them for None."""
+        """Return `count` different held-out problems, or all of them if `count` is None."""
         problems = [
             self._build_problem(first, operator, second)
             for low, high in sorted(self.heldout_pairs)
@@ -90,12 +90,12 @@ class Arithmetic:
         return problems[:count]
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
-        """Return the training problems for this `count` and `seed` with their answers."""
+        """Return the problems of `train_problems(count, seed)` with their answers."""
         problems = self.train_problems(count, seed)
         return [Demonstration(problem.prompt, problem.answer, problem.record) for problem in problems]
 
     def pretraining_documents(self, count: int, seed: int = 0) -> list[str]:
-        """Return `count` equations such as `12+7=19`, one per document, so that a model learns to stop after them."""
+        """Return `count` documents of one equation each, such as `12+7=19`, so that a model learns to stop after it."""
         draws = self._draw_training(f"pretraining/{seed}")
         return [problem.prompt + problem.answer for problem, _ in zip(draws, range(count), strict=False)]
 

@@ -57,17 +57,17 @@ class FileTask(ABC):
         return [self.problem(record) for record in choose_items(self._splits[1], count, seed, self.name)]
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
-        """Return the training problems for this `count` and `seed` with their answers."""
+        """Return the problems of `train_problems(count, seed)` with their answers."""
         problems = self.train_problems(count, seed)
         return [Demonstration(p.prompt, p.answer, p.record, p.location) for p in problems]
 
     def require(self, record: Record, fields: Iterable[tuple[str, str]]) -> None:
-        """Check that a record has `fields`: pairs of the option that names a field, and the field's name."""
+        """Check that a record has all `fields`, given as (the option that sets the field's name, the name)."""
         for option, name in fields:
             if name not in record.values:
                 raise ValueError(
                     f"{record.location}: the record has no field {name!r} (its fields: "
-                    f"{', '.join(map(str, record.values)) or 'none'}); set data.task.{option} to the right one."
+                    f"{', '.join(map(str, record.values)) or 'none'}); set data.task.{option} to the right field."
                 )
 
     @cached_property

@@ -37,7 +37,7 @@ def extract_answer(text: str) -> Decimal | None:
 @register_task("gsm8k")
 @dataclass(frozen=True)
 class GSM8K(FileTask):
-    """Problems from local files, with a question and an answer; the answer ends in `#### N`.
+    """Problems from local files. Each record has a question, and an answer that ends in `#### N`.
 
     The prompt is the question and a line break.
 
@@ -46,7 +46,7 @@ class GSM8K(FileTask):
     Args:
         path: A directory with `train.jsonl` and `test.jsonl`, or one file of which `heldout_fraction` is held out.
         heldout_fraction: The share of problems that is held out, if `path` is a file.
-        question_field: The field of the records that has the question.
+        question_field: The field of a record that has the question.
         answer_field: The field that has the answer.
 
     Raises:
@@ -58,7 +58,7 @@ class GSM8K(FileTask):
     answer_field: str = "answer"
 
     def demonstrations(self, count: int | None = None, seed: int = 0) -> list[Demonstration]:
-        """Return the training problems for this `count` and `seed` with their whole solutions."""
+        """Return the problems of `train_problems(count, seed)` with their whole solutions."""
         problems = self.train_problems(count, seed)
         return [Demonstration(p.prompt, p.record["answer"], p.record, p.location) for p in problems]
 
@@ -68,7 +68,7 @@ class GSM8K(FileTask):
         return float(answer is not None and answer == Decimal(problem.answer))
 
     def final_answer(self, completion: str) -> str | None:
-        """Return the final number in its shortest form, so that 18 and 18.00 are one answer, or None if it has none."""
+        """Return the final number in its shortest form (18.00 becomes 18), or None if there is none."""
         answer = extract_answer(completion)
         return None if answer is None else f"{answer.normalize():f}"
 
@@ -83,6 +83,6 @@ class GSM8K(FileTask):
         return Record(values, record.location)
 
     def problem(self, record: Record) -> Problem:
-        """Return the question, a line break, and the number that is the answer."""
+        """Return the problem: its prompt is the question and a line break, its answer the number after `####`."""
         answer = str(extract_answer(record.values["answer"]))
         return Problem(f"{record.values['question']}\n", answer, record.values, record.location)

@@ -262,8 +262,8 @@ class TestGradedSolutions:
         ("row", "message"),
         [
             (graded("2", ("2", True), ("2", False)), "s.jsonl:2: the text of 'model_1' is graded both right and wrong"),
-            (graded("2", ("2", 1)), "s.jsonl:2: 'model_0' needs 'is_correct', true or false"),
-            ({"m": {"is_correct": True}}, "s.jsonl:2: 'm' needs .* 'solution', a string"),
+            (graded("2", ("2", 1)), r"s.jsonl:2: 'model_0' needs 'is_correct' \(true or false\)"),
+            ({"m": {"is_correct": True}}, r"s.jsonl:2: 'm' needs .* 'solution' \(a string\)"),
             (graded("2", (None, True)), "s.jsonl:2: 'model_0.solution' is a NoneType; it must be a string"),
             (graded("2", ("", False)), "s.jsonl:2: 'model_0.solution' is empty"),
             (
