@@ -1,4 +1,4 @@
-"""Divergences between two models' distributions over sharded logits: the cross-entropy and both KLs."""
+"""Divergences between two models' distributions, from sharded logits: the cross-entropy and both KLs."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def vocab_parallel_soft_cross_entropy(
     Sums are over the whole vocabulary. Both models shard its columns over `tp_group` equally and in rank order. The
     result is in nats.
 
-    Cost: forward reads both logits once and makes one all-gather of 20 bytes per row and rank. Backward reads both
-    once and writes once, without a collective. No buffer of the logits' size is allocated: rows are processed in
-    blocks, in fp32, and rounded once to the student's dtype. Backward overwrites the student's buffer with its
-    gradient, with the checks of `vocab_parallel_logprobs`.
+    Cost: forward reads both logits once and makes one all-gather of 20 bytes per row and rank. Backward reads both once
+    and writes once, without a collective. No buffer of the logits' size is allocated: rows are processed in blocks, in
+    fp32, and the gradient is rounded once, to the student's dtype. Backward overwrites the student's logits with their
+    gradient, with the checks and exceptions of `vocab_parallel_logprobs`.
 
     Special values: rows whose teacher row is −1 have CE 0 and gradient exactly 0, whatever their logits are, including
     NaN. If the student has −inf at an id with p > 0, CE is ∞, but the gradient q − p is finite. If
@@ -54,8 +54,9 @@ def vocab_parallel_soft_cross_entropy(
         student_logits: This rank's columns of the student's logits.
         teacher_logits: This rank's columns of the teacher's logits. It has no gradient.
         tp_group: The group over which the vocabulary is sharded; None: it is not sharded.
-        teacher_rows: The index of each student row's teacher row in the teacher's flattened leading dimensions; −1: no
-            teacher row. None: both have the same leading shape, and rows at the same position are compared.
+        teacher_rows: For each student row, the index of its teacher row in the flattened leading dimensions of
+            teacher_logits; −1: it has no teacher row. None: both logits have the same leading shape, and rows at the
+            same position are compared.
         valid_vocab_size: Ids from this one on are padding. They are in no softmax and no gradient.
 
     Raises:
@@ -82,11 +83,11 @@ def vocab_parallel_kl(
         forward:  KL(p‖q) = Σ_v p·(log p − log q)        ∂/∂x = (1/T)·(q − p)
         reverse:  KL(q‖p) = Σ_v q·(log q − log p)        ∂/∂x = (1/T)·q·((log q − log p) − KL)
 
-    Sums are over the whole vocabulary. Layout, cost, memory, checks and rows without a teacher are those of
-    `vocab_parallel_soft_cross_entropy`. The result is in nats. The sum is over the differences log p − log q, so that
-    the KL of two equal models is 0 up to rounding, and may be slightly negative.
+    Sums are over the whole vocabulary. Layout, cost, memory, checks and the treatment of rows without a teacher row are
+    as in `vocab_parallel_soft_cross_entropy`. The result is in nats. The differences log p − log q are summed, so the
+    KL of equal logits is exactly 0. Rounding can make the KL of similar logits slightly negative.
 
-    Special values, for a first distribution a and a second distribution b in KL(a‖b):
+    Special values of KL(a‖b), with (a, b) = (p, q) or (q, p):
 
     - Ids whose logit is −inf in a add 0.
     - Ids whose logit is −inf only in b make the KL ∞. The gradient of the forward KL, q − p, is finite. That of the
@@ -126,7 +127,7 @@ def _compare(
     teacher_rows: Int[Tensor, "*tokens"] | None,
     valid_vocab_size: int | None,
 ) -> Float[Tensor, "*tokens"]:
-    """Return one of the divergences of each student row."""
+    """Return the chosen divergence of each student row from its teacher row."""
     leading, num_local = student_logits.shape[:-1], student_logits.shape[-1]
     _check_alike(student_logits, teacher_logits, teacher_rows)
     order, teacher_order = memory_order(student_logits), memory_order(teacher_logits)

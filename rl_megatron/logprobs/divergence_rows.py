@@ -18,12 +18,12 @@ Divergence = Literal["cross_entropy", "forward", "reverse"]
 
 
 class Pairs(NamedTuple):
-    """The N rows of a student with a teacher row for each, where x = student / T and y = teacher / T.
+    """The N rows of a student, each with a teacher row. x is student / T, and y is teacher / T.
 
     Attributes:
         student: The student's logits, [N, V_local].
         teacher: The teacher's logits, [M, V_local].
-        rows: The teacher's row of each student row, in [0, M).
+        rows: The index of each student row's teacher row, in [0, M).
         temperature: T of each student row, or None for 1.
         num_columns: Columns from this one on are padding.
     """
@@ -51,14 +51,14 @@ class Pairs(NamedTuple):
 def pair_stats(
     pairs: Pairs, divergences: Sequence[Divergence], active: Bool[Tensor, " rows"]
 ) -> Float[Tensor, "rows statistics"]:
-    """Return (m, s, m', s', u, …) of this rank's shard relative to its own maxima, [N, 4+D] with one u per divergence.
+    """Return each row's statistics (m, s, m', s', u, …) on this rank, [N, 4+D], with one u for each divergence.
 
         m = max_v x_v,  s = Σ_v e^{x_v−m},  m' and s' likewise of y
         u = Σ_v w_v·d_v:   cross_entropy w = e^{y−m'}, d = −(x−m);   forward w = e^{y−m'}, d = (y−m')−(x−m);
                            reverse w = e^{x−m}, d = (x−m)−(y−m')
 
-    A shard that is empty or has only −inf gives m = −inf and s = 0, and uses (x − 0) in d. The results of inactive rows
-    are undefined, because some of these rows are skipped.
+    If a shard is empty or has only −inf, m is −inf, s is 0, and d has x − 0 instead of x − m. The results of inactive
+    rows are undefined, because some of these rows are skipped.
     """
     num_columns, num_rows = pairs.num_columns, pairs.student.shape[0]
     stats = pairs.student.new_zeros(num_rows, 4 + len(divergences), dtype=pairs.dtype)
@@ -99,8 +99,9 @@ def merge_pairs(
         M = max_r m_r,  s = Σ_r e^{m_r−M}·s_r,  M' and s' likewise
         u = Σ_r e^{a_r−A}·(u_r + ((a_r−A) − (b_r−B))·s_{a,r}),   for the cross-entropy without (a_r−A)
 
-    a stands for the model whose probabilities weight the sum, and b for the other. Sums are in rank order, so that the
-    results are bitwise the same on every rank. The maximum of a row with only −inf is returned as 0.
+    a and A stand for m and M of the model whose probabilities weight the sum, b and B for those of the other model.
+    Sums are in rank order, so that the results are bitwise the same on every rank. The maximum of a row with only −inf
+    is returned as 0.
     """
     student, teacher = (parts[..., 0], parts[..., 1]), (parts[..., 2], parts[..., 3])
     row_max, teacher_max = _finite(student[0].amax(dim=0)), _finite(teacher[0].amax(dim=0))
@@ -140,12 +141,12 @@ def write_pair_gradients(
     grad: Float[Tensor, " rows"],
     active: Bool[Tensor, " rows"],
 ) -> None:
-    """Write g·∂/∂student into `out`, which may be the student itself.
+    """Write g·∂/∂student of each row's divergence into `out`, which may be the student itself.
 
         ∂/∂student = (1/T)·(q − p),  or for the reverse KL  (1/T)·q·((ln q − ln p) − KL)
         ln q = (x−M)−log s,  ln p = (y−M')−log s'
 
-    In rows that are not active, and in columns from num_columns on, `out` is exactly 0, and no logit is read.
+    In rows that are not active, and in columns from num_columns on, `out` is exactly 0, even if a logit is NaN.
 
     Args:
         out: The gradient to write, [N, V_local].
@@ -184,12 +185,12 @@ def write_pair_gradients(
 
 
 def _shift_by_max(x: Tensor) -> Tensor:
-    """Subtract each row's maximum from the row in place if it is finite, and return the maxima."""
+    """Subtract from each row its maximum, in place, unless it is −inf. Return the maxima."""
     row_max = x.amax(dim=-1)
     x.sub_(_finite(row_max)[:, None])
     return row_max
 
 
 def _finite(row_max: Tensor) -> Tensor:
-    """Return the maxima with 0 for −inf: a row with only −inf is shifted by 0, so that its sums are exactly 0."""
+    """Return the maxima, with 0 for −inf: a row with only −inf is shifted by 0, so that its sums are exactly 0."""
     return row_max.masked_fill(row_max == -torch.inf, 0.0)

@@ -1,4 +1,4 @@
-"""The differentiable core with a sampling filter: `VocabParallelStats` of the tokens that top-k and top-p keep."""
+"""The differentiable core with a sampling filter: `VocabParallelStats` over the tokens that top-k and top-p keep."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rl_megatron.logprobs.vocab_parallel import (
 
 
 class FilteredStats(torch.autograd.Function):
-    """(logprobs [N], entropy [N] or None, gathered [N, K] or None) of the tokens that the filter keeps, renormalised.
+    """(logprobs [N], entropy [N] or None, gathered [N, K] or None) under the softmax of the tokens that are kept.
 
-    The kernels leave out tokens below the thresholds, which are constants in the gradient. The rank that has a target
-    below its threshold handles it here: with outside="keep" it adds the target to its statistics, and otherwise it sets
-    the target's logit to −inf in them.
+    The kernels leave out tokens below the thresholds, which are constants in the gradient. If a target is below its
+    row's threshold, the rank that has it corrects its statistics here: with outside="keep" it adds the target,
+    otherwise it sets the target's logit x_y to −inf.
     """
 
     @staticmethod
@@ -129,7 +129,7 @@ def _kept_target_gradient(
 
 
 def _leave_out(merged: Merged, lost: Bool[Tensor, " rows"]) -> Merged:
-    """Return the results with the rows `lost` set as if their targets were `ignore_index`."""
+    """Return the results with the values that rows in `lost` would have if their targets were `ignore_index`."""
     entropy, gathered = merged.entropy, merged.gathered
     return merged._replace(
         logprobs=merged.logprobs.masked_fill(lost, 0.0),

@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def memory_order(logits: Shaped[Tensor, "*tokens columns"]) -> list[int]:
-    """Return the leading dimensions in memory order, so that a view can flatten them.
+    """Return the leading dimensions by descending stride, so that a view can flatten them.
 
-    It is [1, 0] for [S, B, V] seen as [B, S, V].
+    For a tensor [S, B, V] that is transposed to [B, S, V], the result is [1, 0].
     """
     return sorted(range(logits.dim() - 1), key=lambda dim: -logits.stride(dim))
 
@@ -23,7 +23,7 @@ def to_rows(x: Shaped[Tensor, "*tokens columns"], order: list[int]) -> Shaped[Te
 
 
 def from_rows(x: Shaped[Tensor, "rows ..."], leading: torch.Size, order: list[int]) -> Tensor:
-    """Return [N, ...] as [*leading, ...], which undoes `to_rows`."""
+    """Return [N, ...] as [*leading, ...]: the inverse of `to_rows`."""
     inverse = sorted(range(len(order)), key=order.__getitem__)
     trailing = range(len(order), len(order) + x.dim() - 1)
     return x.view([*(leading[dim] for dim in order), *x.shape[1:]]).permute([*inverse, *trailing])
@@ -34,7 +34,7 @@ def may_be_overwritten(rows: Shaped[Tensor, "rows columns"]) -> bool:
 
     Backward must not overwrite them in three cases:
 
-    - The rows are the memory of a leaf, which is the caller's own data.
+    - The rows are a leaf or a view of one, which is the caller's own data.
     - Elements share memory (an expanded tensor, sliding windows), but each has its own gradient.
     - Saved-tensor hooks are active, as inside a non-reentrant checkpoint. Autograd then does not check whether a tensor
       that another operation saved was overwritten.

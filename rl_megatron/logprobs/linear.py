@@ -15,12 +15,13 @@ from rl_megatron.logprobs.token_blocks import BlockPlan, HiddenBlocks, HiddenGra
 from rl_megatron.logprobs.vocab_parallel import Upstream, differentiate_once, merge, read_logits
 
 # The number of logits in a token block. On a GPU they have 512 MiB in bf16: thousands of rows, so that reading the
-# weights for each block is cheap compared with the products. On a CPU they have 32 MiB in bf16: about a hundred rows of
-# the largest vocabularies, beyond which more rows are not faster.
+# weights for each block is cheap compared with the matrix products. On a CPU they have 32 MiB in bf16: about a hundred
+# rows of the largest vocabularies, beyond which more rows are not faster.
 BLOCK_ELEMENTS_CPU = 1 << 24
 BLOCK_ELEMENTS_CUDA = 1 << 28
 
-# The size of the fp32 copies of a block's gradient on a CPU, where a product cannot add 16-bit factors to an fp32 sum.
+# On a CPU, torch cannot add the product of 16-bit matrices to an fp32 sum, so a block's gradient is copied to fp32, at
+# most this many elements at a time.
 WIDENED_ELEMENTS_CPU = 1 << 22
 
 
@@ -75,14 +76,15 @@ def linear_logprobs(
         backward, block by block:  z = h·Wᵀ again → dz in the same memory → dh = dz·W,  dW += dzᵀ·h
 
     The last block's logits are kept for backward, which starts with this block. Rows with target `ignore_index` are
-    left out of every product. On a GPU, the host waits once to count the other rows, unless `most_counted` is given.
+    left out of every matrix product. On a GPU, the host waits once for the count of the other rows, unless
+    `most_counted` is given.
 
     Memory: besides the results, dh and dW, it needs one block of logits, up to four blocks of hidden states, and 60
     bytes per token. For 16-bit weights without `main_grad` it also needs dW in fp32.
 
-    Collectives over `tp_group`: forward runs those of `vocab_parallel_logprobs` once, not per block. Backward sums
-    each block's dh over the ranks while the product for dW runs. With `sequence_parallel`, forward and backward gather
-    each block of hidden states, and the sums of dh are scattered. The whole hidden states are never in memory.
+    Collectives over `tp_group`: forward runs those of `vocab_parallel_logprobs` once, not per block. Backward sums each
+    block's dh over the ranks while the product for dW runs. With `sequence_parallel`, forward and backward gather each
+    block of hidden states, and dh is reduce-scattered. The whole hidden states are never in memory.
 
     dW is summed in fp32. If megatron-core's DDP keeps a `main_grad` for the weight, dW is added to it directly, and
     autograd gets megatron-core's placeholder. The result of `torch.autograd.grad` for such a weight is meaningless.
@@ -102,8 +104,8 @@ def linear_logprobs(
         entropy: Whether to return the entropy.
         gather_ids: Global ids whose logprobs to return.
         backend: The backend of the logprob kernels. torch always computes the matrix products.
-        block_tokens: The number of rows of a token block. None: as many as have 512 MiB of bf16 logits on a GPU, or 32
-            MiB on a CPU.
+        block_tokens: The number of rows of a token block. None: so many that their bf16 logits take about 512 MiB on a
+            GPU, or 32 MiB on a CPU.
         chunk_tokens: The name of `block_tokens` in other libraries.
         sequence_parallel: Whether the first dimension of hidden is cut over `tp_group`.
         most_counted: The number of rows whose target is not `ignore_index`; under sequence_parallel, the largest number
@@ -180,7 +182,7 @@ def default_block_tokens(vocab_shard: int, device_type: str) -> int:
 
 
 class _LinearStats(torch.autograd.Function):
-    """(logprobs [n], entropy [n] or None, gathered [n, K] or None) of the plan's n rows, in the plan's order."""
+    """(logprobs [n], entropy [n] or None, gathered [n, K] or None) at the n places of the plan."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, gather_ids, temperature, ignored, blocks, shard, entropy, kernels):
@@ -242,7 +244,7 @@ class _LinearStats(torch.autograd.Function):
                 *upstream.select_rows(rows),
             )  # fmt: skip
             if hidden_grad is not None:
-                hidden_grad.add(rows, logits, weight)  # its sum over ranks overlaps with the product for dW
+                hidden_grad.add(rows, logits, weight)  # the sum of dh over ranks overlaps with the product for dW
             if weight_grad is not None:
                 weight_grad.add(logits, h)
         scratch = logits = None  # free the block before the equally large placeholder for dW is allocated
@@ -292,8 +294,8 @@ class _WeightGradient:
         if not self._in_main_grad:
             return self._sum.to(self._weight.dtype)
         # This follows megatron-core's own linear layers: DDP's hook must run, but must not add dW a second time. If the
-        # weight is also the embedding, the hook adds the gradient that autograd accumulated, which is the embedding's
-        # gradient plus this placeholder. The attribute is megatron-core's, not torch's.
+        # weight is also the embedding, the hook adds what autograd accumulated, the embedding's gradient plus this
+        # placeholder, which must then be 0. The attribute is megatron-core's, not torch's.
         self._weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]
         zero_out = getattr(self._weight, "zero_out_wgrad", False)
         return torch.zeros_like(self._weight) if zero_out else torch.empty_like(self._weight)

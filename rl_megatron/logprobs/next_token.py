@@ -72,9 +72,9 @@ def next_token_stats(
 
         logprobs[b, t] = log softmax(logits[b, t] / T)[input_ids[b, t+1]]
 
-    Labels are shifted on the whole sequence before it is cut or packed. So each rank has the label at the end of
-    its slice, and the first token of the next sequence in a pack never becomes a label. There is one pass over the
-    logits, whatever the layout.
+    Labels are shifted before sequences are cut or packed. So each rank has the label at the end of its slice, and the
+    first token of the next sequence in a pack never becomes a label. There is one pass over the logits, whatever the
+    layout.
 
     Every rank returns the whole [B, S-1]. Backward uses only this rank's part of the gradient, so every rank of the
     context-parallel group must compute the same loss from the result: see `TokenLayout.gather`.
@@ -137,7 +137,7 @@ def next_token_stats(
 def next_token_temperature(
     temperature: float | Tensor, layout: TokenLayout, batch: tuple[int, int]
 ) -> float | Float[Tensor, ""] | Float[Tensor, "rows length"]:
-    """Return the temperature of each of this rank's logits, [R, L]: that of the next token.
+    """Return the temperature for each of this rank's logits, [R, L]: the one at which the next token was sampled.
 
     A number is returned unchanged. A tensor is [B], [B, 1] or [B, S], aligned with input_ids; `batch` is (B, S).
     """
@@ -203,8 +203,8 @@ def _check_packing(
     spans, padded_lengths = lengths.diff(), padded.diff()
     if (spans < 0).any() or (spans > padded_lengths).any() or (spans > batch[1]).any():
         raise ValueError(
-            f"cu_seqlens {lengths.tolist()} must increase, fit cu_seqlens_padded {padded.tolist()}, and no sequence "
-            f"may exceed the batch's width {batch[1]}"
+            f"cu_seqlens {lengths.tolist()} must not decrease, and no sequence may be longer than its padded "
+            f"length in cu_seqlens_padded {padded.tolist()} or than the batch's width {batch[1]}"
         )
     if cp_size > 1 and (padded_lengths % (2 * cp_size)).any():
         raise ValueError(

@@ -1,6 +1,6 @@
 """Top-k and top-p filters of a distribution, as one threshold per row of logits.
 
-A threshold is found among the likeliest tokens, or digit by digit of its bits, without sorting or gathering all logits.
+A threshold is found among the likeliest tokens, or by a search of its bits, without sorting or gathering all logits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rl_megatron.topology.collectives import gather_from_ranks
 
 Outside = Literal["minus_infinity", "keep", "ignore"]
 
-# Masses are counted in units of this fraction of the likeliest token's mass. Sums of up to 2^22 ids are then exact, and
-# so the same in every order and sharding. The masses that this rounds to 0 sum to at most 1e-7 over a hundred thousand
-# ids.
+# Masses are integers, in units of this fraction of the likeliest token's mass. Sums over up to 2^22 ids are then exact,
+# and so the same in every order and sharding. Over a hundred thousand ids, the masses that are rounded down to 0 sum to
+# at most 1e-7 of the likeliest token's mass.
 _MASS_SCALE = 2.0**-40
 
 _COPIES = 4  # a block of rows needs this many times its fp32 size: its positions and weights are int64
@@ -40,8 +40,8 @@ class SamplingFilter:
     and top_p require.
 
     Attributes:
-        top_k: The number of likeliest tokens; None disables this filter.
-        top_p: The share of the mass, in (0, 1]; 1 disables this filter.
+        top_k: The number of likeliest tokens; None disables top-k.
+        top_p: The share of the mass, in (0, 1]; 1 disables top-p.
         outside: The logprob of a target that the filter leaves out. "minus_infinity": −inf, as in the sampler. "keep":
             the target counts as kept in every sum, so that its logprob is finite. "ignore": 0, as if the target were
             `ignore_index`.
@@ -74,21 +74,20 @@ def filter_thresholds(
     active: Bool[Tensor, " rows"],
     num_candidates: int = 1024,
 ) -> Float[Tensor, " rows"]:
-    """Return the threshold τ of each row's logits x before the temperature, [N]. The filter keeps tokens with x ≥ τ.
+    """Return the threshold τ of each row's logits x, [N]: the filter keeps tokens with x ≥ τ. x is not divided by T.
 
         top-k:  the largest τ with #{v : x_v ≥ τ} ≥ k
         top-p:  the largest τ with Σ_{x_v ≥ τ} w_v ≥ p·Σ_v w_v,   w_v = e^{(x_v−M)/T},  over the tokens that top-k keeps
 
     τ is one of the row's own logits. It has no gradient, and the same bits on every rank.
 
-    For top_k ≤ num_candidates, one all-gather collects the top_k largest logits of each rank, and τ is one of them.
-    With top_p too, one all-reduce counts the tokens whose logit is the k-th largest. For top-p alone on a CPU, τ is
-    sought among the num_candidates largest logits of each rank, after one pass that sums all masses. All other cases,
-    and rows whose candidates have too little mass, use a search of τ digit by digit of its bits
-    (`find_largest_threshold`).
+    For top_k ≤ num_candidates, one all-gather collects the top_k largest logits of each rank, and τ is one of them. If
+    top_p is below 1, one all-reduce also counts the tokens that top-k keeps. For top-p alone on a CPU, τ is sought
+    among the row's num_candidates largest logits, after one pass that sums all masses. All other cases, and rows whose
+    candidates have too little mass, use `find_largest_threshold`, which searches the bits of τ digit by digit.
 
-    τ is −inf in rows that are not active, whatever their logits are, and in rows for which top-p has no finite τ: rows
-    with NaN or +inf, and rows with only −inf.
+    τ is −inf in rows that are not active, whatever their logits are. With top-p alone, τ is also −inf in rows with NaN
+    or +inf, and in rows with only −inf.
 
     Args:
         logits: This rank's columns of the logits.
@@ -96,7 +95,7 @@ def filter_thresholds(
         shard: This rank's shard of the vocabulary.
         temperature: T of each row, [N], or None for 1.
         active: The rows that need a threshold, [N].
-        num_candidates: The number of each rank's likeliest tokens among which τ is sought first.
+        num_candidates: The number of a row's largest logits among which τ is sought first.
 
     Returns:
         τ, [N] in fp32 (fp64 for fp64 logits).
@@ -130,8 +129,8 @@ def _gather_candidates(
 ) -> tuple[Float[Tensor, "rows kept"], Float[Tensor, " rows"]]:
     """Return the `count` largest logits of each row in descending order, in fp32 or fp64, and a bound.
 
-    All logits above the bound are among the `count` largest of their own rank. Missing logits and rows that are not
-    active are −inf.
+    All logits above the bound are among the `count` largest of their own rank. Missing entries, and those of inactive
+    rows, are −inf.
     """
     here = min(count, shard.num_columns)
     largest = logits.new_full((len(active), count), -torch.inf)
@@ -157,7 +156,7 @@ def _top_k_then_top_p(
     temperature: Float[Tensor, " rows"] | None,
     active: Bool[Tensor, " rows"],
 ) -> Float[Tensor, " rows"]:
-    """Return the thresholds of top-k and, if top_p < 1, of top-p. The host does not wait for a GPU."""
+    """Return the thresholds of top-k or, if top_p < 1, of top-k and then top-p. The host does not wait for a GPU."""
     largest, _ = _gather_candidates(logits, top_k, shard, active)
     lowest = largest[:, -1].masked_fill(largest[:, -1].isnan(), -torch.inf)
     if top_p == 1:
@@ -208,7 +207,7 @@ def _top_p_of_candidates(
 def _count_masses(
     x: Float[Tensor, "rows columns"], row_max: Float[Tensor, " rows"], temperature: Float[Tensor, " rows"] | None
 ) -> Int[Tensor, "rows columns"]:
-    """Return the mass of each token in multiples of `_MASS_SCALE`, and 0 in rows that have none."""
+    """Return the mass of each token in multiples of `_MASS_SCALE`, or 0 in rows whose maximum is not finite."""
     shifted = x - row_max[:, None]
     if temperature is not None:
         shifted /= temperature[:, None]
@@ -223,7 +222,7 @@ def _required_mass(total: Int[Tensor, " rows"], top_p: float) -> Int[Tensor, " r
 def _find_first_reaching(
     largest: Float[Tensor, "rows kept"], masses: Int[Tensor, "rows kept"], total: Int[Tensor, " rows"], top_p: float
 ) -> tuple[Float[Tensor, " rows"], Bool[Tensor, " rows"]]:
-    """Return the first of the sorted logits at which the cumulative mass reaches top_p·total, and whether any does.
+    """Return the first of the sorted logits at which the cumulative mass reaches top_p·total, and whether one does.
 
     The logit is −inf in rows without mass.
     """

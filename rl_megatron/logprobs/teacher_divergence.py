@@ -54,22 +54,21 @@ def teacher_divergences(
                                                                      ∂/∂x = ((1−β)/T)·q·((log q − log m) − KL(q‖m))
 
     Sums are over the whole vocabulary, whose columns both models shard over `tp_group` equally and in rank order. The
-    student's log q(target) is returned too, so that a loss of divergence and cross-entropy reads the student's logits
-    in one operator.
+    student's log q(target) is returned too, so that one operator serves a loss that also has a cross-entropy.
 
-    Cost: forward reads both logits once, and makes one all-gather of up to 28 bytes per row and rank. The
-    Jensen-Shannon divergence needs the normalisers of both models first, so it reads both twice, with an all-gather of
-    8 more bytes. Backward reads both once and writes once, without a collective. No buffer of the logits' size is
-    allocated. Backward overwrites the student's buffer with its gradient, with the checks of
-    `vocab_parallel_logprobs`.
+    Cost: forward reads both logits once, and makes one all-gather of up to 32 bytes per row and rank. The
+    Jensen-Shannon divergence needs the normalisers of both models first, so forward reads both logits twice and makes a
+    second all-gather, of 8 bytes. Backward reads both once and writes once, without a collective. No buffer of the
+    logits' size is allocated. Backward overwrites the student's logits with their gradient, with the checks and
+    exceptions of `vocab_parallel_logprobs`.
 
     Teacher: the logits of `DeferredLogits` are computed from hidden states one token block at a time, and again
-    whenever they are read. They are then never in memory as a whole.
+    whenever they are read, so that they are never in memory as a whole.
 
     Special values: rows whose target is `ignore_index` have divergences and logprob 0 and gradient exactly 0, whatever
-    their logits are, including NaN. The KL divergences treat −inf as `vocab_parallel_kl` does; the Jensen-Shannon
-    divergence is finite. Divergences are ∞ if the student's row has only −inf, and 0 if the teacher's row does. In both
-    cases the gradient is 0.
+    their logits are, including NaN. If single logits are −inf, the KL divergences are as in `vocab_parallel_kl`, and
+    the Jensen-Shannon divergence is finite. All divergences are 0 if the teacher's row has only −inf, and otherwise ∞
+    if the student's row does. In both cases they have gradient 0.
 
     Shapes: student_logits [..., V_local]; a teacher of the same shape; targets [...]; temperature a number or a tensor
     that broadcasts to [...]. Returns [..., D] and [...].
@@ -115,7 +114,7 @@ def teacher_divergences(
 
 @dataclass(frozen=True)
 class _TeacherRows:
-    """The teacher's logits of every student row, in the order of the student's rows.
+    """The teacher's logits for every student row, in the order of the student's rows.
 
     Attributes:
         logits: The logits [N, V_local], or None if they are computed from hidden states.
@@ -159,7 +158,7 @@ def _read_teacher(
 
 
 class _TeacherDivergences(torch.autograd.Function):
-    """The divergences [N, D] and logprobs [N] of rows of student logits [N, V_local] and their teacher's logits."""
+    """The divergences [N, D] of rows of student [N, V_local] and teacher logits, and the student's logprobs [N]."""
 
     @staticmethod
     def forward(ctx, student, teacher, targets, temperature, shard, divergences, beta, counted, overwrite):
@@ -338,5 +337,5 @@ class _Rows:
 
 
 def _log_mixture(q: Tensor, p: Tensor, beta: float, out: Tensor) -> None:
-    """Write log m, m = β·p + (1−β)·q, into a tile. It is −inf at ids with p = q = 0."""
+    """Write log m into a tile, with m = β·p + (1−β)·q. It is −inf at ids with p = q = 0."""
     torch.mul(p, beta, out=out).add_(q, alpha=1 - beta).log_()

@@ -16,9 +16,9 @@ from rl_megatron.topology.collectives import all_gather, reduce_scatter
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The rows that count, which are those whose target is not ignored, in token blocks.
+    """The assignment of rows that count to token blocks. A row counts if its target is not ignored.
 
-    The plan has n places, each for one row or none. Over `shards` sequence-parallel ranks, a block has the same number
+    The plan has n places, each with one row or none. Over `shards` sequence-parallel ranks, a block has the same number
     of places for each rank's rows, in rank order.
 
     Attributes:
@@ -88,7 +88,7 @@ class BlockPlan:
         return picked.masked_fill((self.order < 0).view(-1, *(1 for _ in x.shape[1:])), fill)
 
     def restore(self, x: Shaped[Tensor, " places *rest"], num_rows: int) -> Shaped[Tensor, " {num_rows} *rest"]:
-        """Return rows from the plan's order in their original order, with 0 for rows that do not count.
+        """Return rows that are in the plan's order in their original order, with 0 for rows that do not count.
 
         The operation is differentiable.
         """
@@ -98,7 +98,7 @@ class BlockPlan:
         return x.new_zeros(num_rows + 1, *x.shape[1:]).index_copy(0, places, x)[:num_rows]
 
     def local(self, block: slice, rank: int) -> Int[Tensor, " places"] | slice:
-        """Return the rank's own row at each of its places in the block, or −1 for none; a slice if all rows count."""
+        """Return the rank's own row at each of its places in the block (−1: none); a slice if `order` is None."""
         if self.order is None:
             return block
         length = (block.stop - block.start) // self.shards
@@ -145,7 +145,7 @@ class HiddenBlocks:
     def _start(
         self, hidden: Float[Tensor, "rows_local hidden"], block: slice
     ) -> tuple[Float[Tensor, "places hidden"], dist.Work | None, Float[Tensor, "... hidden"]]:
-        """Return (the block's states, the collective that they wait for, a tensor to keep alive until it is done)."""
+        """Return (the block's states, the collective that fills them or None, a tensor to keep alive until it ends)."""
         rows = self.plan.local(block, self.rank)
         if isinstance(rows, slice):
             return hidden[rows], None, hidden

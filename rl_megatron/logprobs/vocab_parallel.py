@@ -1,4 +1,4 @@
-"""The differentiable core: local statistics, one collective, and a backward that overwrites the logits."""
+"""The differentiable core of `vocab_parallel_logprobs`: local statistics, a collective, and a backward in place."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ class Upstream(NamedTuple):
             column_grads = entropy_grad.new_zeros(entropy_grad.shape[0], 0)
             named_columns = columns.new_zeros(columns.shape[0], 0)
         base = -column_grads.sum(dim=1)
-        touched = (column_grads != 0).any(dim=1)  # rows without upstream gradient are set to zero without being read
+        touched = (column_grads != 0).any(dim=1)  # rows without upstream gradient get gradient 0, even if they have NaN
         if entropy_grad is not None:
             assert entropy is not None
             base = base - entropy_grad * entropy
@@ -302,10 +302,10 @@ def load_saved(ctx, operator: str) -> tuple[Tensor, ...]:
 def _gather_shards(
     stats: Float[Tensor, "rows 4"], shard: VocabShard
 ) -> tuple[Float[Tensor, "tp rows 4"], Float[Tensor, "tp 2"] | None]:
-    """Return all ranks' statistics [tp, N, 4] in rank order, and their (start, stop) [tp, 2], or None for one rank.
+    """Return all ranks' statistics [tp, N, 4] in rank order, and the ranges [tp, 2] of their shards (None: one rank).
 
-    One all-gather sends both, with the range as one more row. Shards that overlap or leave a gap, and targets that no
-    rank has, are then found without another collective.
+    One all-gather sends both, with the range (start, stop) as one more row. Shards that overlap or leave a gap, and
+    targets that no rank has, are then found without another collective.
     """
     if not shard.is_parallel:
         return stats[None], None
@@ -323,7 +323,7 @@ def _check_ids(
     ranges: Float[Tensor, "tp 2"] | None,
     shard: VocabShard,
 ) -> None:
-    """Check that shards tile the vocabulary, and that targets (if not ignored) and gather_ids are in it."""
+    """Check that shards tile the vocabulary, and that it has the targets and gather_ids of all rows not ignored."""
     if ranges is None:
         vocab_size = shard.num_columns
     else:

@@ -16,10 +16,11 @@ def vocab_subset(
     *,
     valid_vocab_size: int | None = None,
 ) -> Shaped[Tensor, "*tokens {num_local}"]:
-    """Return this rank's shard of `logits[..., ids]`: column j is id `ids[rank·num_local + j]`, or 0 after the last id.
+    """Return this rank's shard of `logits[..., ids]`.
 
-    One all-to-all sends each column from the rank that has it to the rank that needs it. A rank receives as much as its
-    result holds, and no rank ever has the whole vocabulary. The result has no gradient.
+    Column j has the logits of id `ids[rank·num_local + j]`; columns after the last id are zero. One all-to-all sends
+    each column from the rank that has it to the rank that needs it. A rank receives as much as its result holds, and no
+    rank ever has the whole vocabulary. The result has no gradient.
 
     Args:
         logits: This rank's columns, [..., V_local]. Shards are equal and in rank order.

@@ -1,4 +1,4 @@
-"""The base classes of losses, which apply formulas to streams (per-token tensors) of a model's output."""
+"""The base classes of losses: formulas over streams (per-token tensors) that are read from a model's output."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rl_megatron.losses.streams import TokenMask, TokenStreams, require_integers
 class Loss(ABC):
     """A loss: a formula, `evaluate`, over the streams that `read_output` reads from a model's output.
 
-    Means are divided by global counts. The losses of a batch's parts therefore add up to the batch's loss, and their
-    gradients to its gradient. A loss can be called in two forms: see `__call__`.
+    A mean is a sum divided by a count over the global batch. The losses of a batch's parts therefore add up to the
+    batch's loss, and their gradients to its gradient. A loss can be called in two forms: see `__call__`.
 
     Attributes:
         loss_type: What the loss averages over.
         input_type: What the loss needs from the model.
         reads: "logprobs" if `read_output` passes the output only to `next_token_stats`, and so accepts `DeferredLogits`
-            too; "logits" if it needs whole logits or scores, and in subclasses that override `read_output` without
-            setting `reads`.
+            too; "logits" if it needs whole logits or scores. Subclasses that override `read_output` without setting
+            `reads` get "logits".
         output_name: The keyword of the model's output in a call.
         input_names: The keywords that `read_output` always returns for `evaluate`; () if it returns only `output_name`.
         further_positional: Keywords of `evaluate` that a call also accepts by position, after all others.
@@ -77,12 +77,12 @@ class Loss(ABC):
 
     @property
     def reads_on_policy_keys(self) -> bool:
-        """Return whether the result would change if `on_policy_keys` differed from the model's own output."""
+        """Return whether the result would change if the values of `on_policy_keys` were not the model's own output."""
         return bool(self.on_policy_keys)
 
     @property
     def global_counts(self) -> Mapping[str, CountOfSequences]:
-        """Return further counts over the global batch: each key with the function that counts per sequence.
+        """Return further counts over the global batch: a mapping of keys to functions that count per sequence.
 
         `MegatronPolicy` sums the counts over the sequences of an optimizer step on all ranks. It adds the sum to the
         batch under the key, repeated per sequence, unless the batch already has the key.
@@ -188,14 +188,14 @@ class Loss(ABC):
         return TokenStreams(data, like, self.display_name, keys, self.next_token_keys)
 
     def mask(self, data: Mapping[str, object]) -> TokenMask:
-        """Return the mask of the tokens of data that count."""
+        """Return the mask of the tokens in data that count."""
         return TokenMask.from_batch(data, self.display_name)
 
 
 class LogprobLoss(Loss):
     """A loss over next-token logprobs: `evaluate(…, next_token_logprobs, next_token_entropy=None)`, each [B, S-1].
 
-    In the form with a model's output, next_token_logits is [B, S, V/tp], or [B, S/cp, V/tp] with a
+    In form 1 of a call (see `Loss.__call__`), next_token_logits is [B, S, V/tp], or [B, S/cp, V/tp] with a
     context_parallel_group.
     """
 
@@ -233,9 +233,9 @@ class LogprobLoss(Loss):
 class ScoreLoss(Loss):
     """A loss over one score per token: `evaluate(…, next_token_scores)`, [B, S-1].
 
-    Entry t is the score head's output at token t, after the prefix that ends with token t. In the form with a model's
-    output, scores is [B, S] or [B, S, 1], or [B, S/cp(, 1)] with a context_parallel_group. A subclass may rename
-    both keywords.
+    Entry t is the score head's output at token t, after the prefix that ends with token t. In form 1 of a call (see
+    `Loss.__call__`), scores is [B, S] or [B, S, 1], or [B, S/cp(, 1)] with a context_parallel_group. A subclass may
+    rename both keywords.
     """
 
     input_type = LossInputType.LOGIT
@@ -243,7 +243,7 @@ class ScoreLoss(Loss):
     input_names = ("next_token_scores",)
 
     def read_output(self, output: Tensor, data: Mapping[str, Any], sharding: Sharding) -> dict[str, Tensor]:
-        """Return the scores of the whole batch without the last column."""
+        """Return the scores of the whole batch without those of the last position."""
         return {self.input_names[0]: token_scores(output, data, sharding, self)[:, :-1]}
 
 

@@ -3,7 +3,7 @@
     L = mean( w·ℓ ) + β·mean( KL ) + μ·NLL⁺ − c_H·mean( H )
 
 ℓ is the surrogate; w is the correction for the generation engine's probabilities. `ClippedPGLossFn.evaluate` computes,
-in this order, ratio, surrogate, importance weight, means, KL, NLL and entropy; the functions below it are its parts.
+in this order, ratio, surrogate, importance weight, means, KL, NLL and entropy; the functions below compute these.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ClippedPGLossDataDict(TypedDict):
         advantages: Advantages, [B, S] or [B].
         prev_logprobs: log π_prev. Without it, π_prev is the policy of this forward pass, which is right for the first
             update after the completions were sampled.
-        generation_logprobs: log π_generation. It is needed only for the importance sampling correction, the on-policy
-            KL approximation and the generation metrics.
+        generation_logprobs: log π_generation. It is needed only for the importance sampling correction, the rejection
+            of sequences, the on-policy KL approximation and the generation metrics.
         reference_policy_logprobs: log π_ref. It is needed only with a KL penalty in the loss.
         token_mask: Which tokens count.
         sample_mask: Which samples count, [B].
@@ -73,29 +73,29 @@ class ClippedPGLossFn(LogprobLoss):
         ℓ = −min( r·A, clip(r, 1−ε_min, 1+ε_max)·A ),  r = π/π_prev,  w = 1,  mean over the global batch's tokens
 
     With use_clip_cov, ℓ is 0 at the tokens of data["covariance_mask"]. With use_kl_cov, ℓ = −r·A + c·|log r|·m for the
-    mask m. `algorithms/covariances.py` selects the mask once per rollout, from covariances over all of its tokens.
+    mask m. `algorithms/covariances.py` computes the mask once per rollout, from the covariances of all its tokens.
 
     If the batch has no prev_logprobs, π_prev is π without its gradient, so that r is 1. This is right for the first
     update after the completions were sampled.
 
-    NLL⁺ is the mean of −log π over the tokens of samples with a positive reward. Its denominator is a global count, so
-    that the term does not grow with the number of microbatches. If the batch has data["global_positive_toks"] (the
-    count of these tokens over the global batch, a scalar or repeated per sample), NLL⁺ is divided by it: VAPO's mean.
-    `MegatronPolicy` sets it in every optimizer step. A direct call without it divides by global_valid_toks, so that a
-    token of a positive sample weighs as much as any other token.
+    NLL⁺ is the sum of −log π over the tokens of samples with a positive reward, divided by a global count, so that it
+    does not grow with the number of microbatches. The count is data["global_positive_toks"] (these tokens in the global
+    batch, a scalar or repeated per sample) if the batch has it, which gives VAPO's mean. `MegatronPolicy` sets it in
+    every optimizer step. A direct call without it divides by global_valid_toks, so that a token of a positive sample
+    weighs as much as in a mean over all tokens.
 
     The KL is estimated from the sampled tokens, and its gradient includes the gradient of their probability: see
     `functional.score_function_weight`. The log-ratio log π/π_prev saturates at ±20, `functional.MAX_LOG_RATIO`.
 
-    Metrics: see `metric_reductions`. Means are over the global batch's tokens, whatever the loss averages over. The
-    exceptions are `loss`, `kl_penalty` (averaged like the loss, without β), `num_valid_samples`, `positive_nll_loss`
-    (see above), `sampling_importance_ratio` and its square (over sequences under GSPO), `is_oob_ratio` (over sequences
-    for seq-mask-tis), `rejected_sequences` and `vetoed_sequences` (shares of sequences). `clip_fraction` is the share
-    of tokens whose ratio was outside the clip range. With disable_ppo_ratio the ratio metrics are log-probabilities.
-    Generation metrics are present if the batch has generation_logprobs; `entropy` is present if next_token_entropy is
-    given.
+    Metrics: see `metric_reductions`. Metrics that are means are over the global batch's tokens, whatever the loss
+    averages over. The exceptions are `loss`, `kl_penalty` (averaged like the loss, without β), `num_valid_samples`,
+    `positive_nll_loss` (see above), `sampling_importance_ratio` and its square (over sequences under GSPO),
+    `is_oob_ratio` (over sequences for seq-mask-tis), `rejected_sequences` and `vetoed_sequences` (shares of sequences).
+    `clip_fraction` is the share of tokens whose ratio was outside the clip range. With disable_ppo_ratio the ratio
+    metrics are log-probabilities. Generation metrics are present if the batch has generation_logprobs; `entropy` is
+    present if next_token_entropy is given.
 
-    TRL's GRPOTrainer computes the same loss for these values of its loss_type:
+    For each loss_type, TRL's GRPOTrainer computes the same loss as the settings given here:
 
     - "dapo": the defaults here.
     - "grpo": token_level_loss=False. With importance_sampling_level="sequence" it is GSPO. TRL also counts sequences
@@ -184,7 +184,7 @@ class ClippedPGLossFn(LogprobLoss):
         """Return the loss and its metrics from logprobs and, if there is an entropy term, entropies.
 
         Raises:
-            ValueError: entropy_coeff is not 0, but next_token_entropy is None. See also `Loss.evaluate`.
+            ValueError: entropy_coeff is above 0, but next_token_entropy is None. See also `Loss.evaluate`.
         """
         cfg, streams = self.cfg, self.streams(data, next_token_logprobs)
         means = Means(cfg, streams, global_valid_seqs, global_valid_toks)
@@ -294,7 +294,7 @@ class Means:
         return F.sequence_mean(values, self.streams.mask, self.streams.sample_mask, self.global_valid_seqs)
 
     def reduce_loss(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, ""]:
-        """Return the mean that the loss uses: over tokens, over sequences, or over sequences·fixed_sequence_length."""
+        """Return the loss's mean over tokens or sequences, or as if every sequence had fixed_sequence_length tokens."""
         if self.cfg.fixed_sequence_length is not None:
             if self.global_valid_seqs is None:
                 raise TypeError(
@@ -390,8 +390,9 @@ def importance_weights(
         prev_logprobs: log π_prev.
         generation_logprobs: log π_generation.
         token_mask: The tokens that count.
-        infinite_is_outside: Whether a weight that is NaN or infinite is outside every bound. If not, it is truncated
-            like a weight of 0, and counts as 1 in a sequence's geometric mean, as in NeMo RL.
+        infinite_is_outside: Whether a weight that is NaN or infinite is outside every bound. If False, it is truncated
+            like a weight of 0 (`tis` raises it to the lower bound), and a token's ratio that is NaN or infinite counts
+            as 1 in the sequence's geometric mean, as in NeMo RL.
     """
     log_ratio = prev_logprobs - generation_logprobs
     log_weight = log_ratio

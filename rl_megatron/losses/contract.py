@@ -33,7 +33,7 @@ class LossInputType(enum.Enum):
 
 
 class Reduction(enum.Enum):
-    """How the parts of a metric, from microbatches and data-parallel ranks, combine.
+    """The operation that combines the parts of a metric from microbatches and data-parallel ranks.
 
     Each part of a mean is already divided by the global count. Parts of means therefore add up, like parts of counts.
     """
@@ -51,7 +51,7 @@ class Reduction(enum.Enum):
     def table(
         cls, *sums: str, minima: Iterable[str] = (), maxima: Iterable[str] = ()
     ) -> MappingProxyType[str, Reduction]:
-        """Return the mapping for `Loss.metric_reductions` from the names of metrics, listed by reduction."""
+        """Build the value of `Loss.metric_reductions` from names of metrics that are listed by reduction."""
         by_kind = {cls.SUM: sums, cls.MIN: minima, cls.MAX: maxima}
         return MappingProxyType({name: kind for kind, names in by_kind.items() for name in names})
 

@@ -34,8 +34,8 @@ class DistillationLossDataDict(TypedDict):
         teacher_topk_logits: [B, S, K]. Entry t holds the teacher's K largest logits at position t, so it corresponds to
             token t+1. The last entry is not used.
         teacher_topk_indices: The token ids of teacher_topk_logits, [B, S, K].
-        teacher_weights: [B, 1, n] The weight of each of n teachers in the divergence of a sequence. Of the K logits,
-            K/n are then from each teacher. Without this key, there is one teacher.
+        teacher_weights: [B, 1, n] The weight of each of n teachers in the divergence of a sequence. Each teacher then
+            has K/n of the K logits. Without this key, there is one teacher.
         temperature: A number, [B] or [B, S]. The logits of both models are divided by it.
     """
 
@@ -79,7 +79,8 @@ class DistillationLossFn(Loss):
         KL(q‖m) = Σ_k q·(log q − log m) − log(1−β)·(1 − Σ_k q)
 
     With several teachers (`teacher_weights`), each has its own ids k and its own D, and the loss uses the weighted sum
-    of the D. One pass over the student's logits computes its logprobs at all ids, its entropy and log q(y).
+    of the D. One pass over the student's logits computes its logprobs at the ids of all teachers, its entropy and log
+    q(y).
 
     Metrics: see `metric_reductions`. `forward_kl`, `reverse_kl`, `jensen_shannon` and `nll` are the means of the terms;
     a term whose weight is 0 is not reported.
@@ -162,8 +163,8 @@ class DistillationLossFn(Loss):
         num_teachers = data["teacher_weights"].size(-1) if "teacher_weights" in data else 1
         if stream.size(-1) % num_teachers:
             raise ValueError(
-                f"{self.display_name}: teacher_weights {tuple(data['teacher_weights'].shape)} names {num_teachers} "
-                f"teachers, which cannot share the {stream.size(-1)} entries of teacher_topk_logits equally"
+                f"{self.display_name}: teacher_weights {tuple(data['teacher_weights'].shape)} has {num_teachers} "
+                f"teachers, so K of teacher_topk_logits, {stream.size(-1)}, must be a multiple of {num_teachers}"
             )
         return stream.unflatten(-1, (num_teachers, -1))
 

@@ -194,7 +194,7 @@ class TestCalling:
             SequencePackingLossWrapper(NLLLoss(), cu, padded)(packed.view(2, 6, 14), batch, *counts)
         with pytest.raises(ValueError, match=r"ends at 12, but packed logits \(1, 11, 14\)"):
             SequencePackingLossWrapper(NLLLoss(), cu, padded)(packed[:, :11], batch, *counts)
-        with pytest.raises(ValueError, match=r"cu_seqlens \[0, 5, 8\].*fit cu_seqlens_padded \[0, 4, 8\]"):
+        with pytest.raises(ValueError, match=r"cu_seqlens \[0, 5, 8\].*in cu_seqlens_padded \[0, 4, 8\]"):
             SequencePackingLossWrapper(NLLLoss(), cu, torch.tensor([0, 4, 8]))(packed, batch, *counts)
         batch["token_mask"][1, 4] = batch["sample_mask"][1] = 1
         with pytest.raises(ValueError, match=r"token_mask counts token \[1, 4\], but cu_seqlens_q .* \[5, 3\] tokens"):

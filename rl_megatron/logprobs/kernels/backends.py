@@ -13,9 +13,9 @@ TORCH = Kernels(*(getattr(torch_kernels, name) for name in Kernels._fields))
 
 
 def choose_kernels(backend: str, device: torch.device) -> Kernels:
-    """Return the kernels for logits on that device. "auto" is "triton" on a GPU if triton is installed, else "torch".
+    """Return the kernels for logits on `device`. "auto" is "triton" on a GPU if triton is installed, else "torch".
 
-    Triton is imported only here, and only if it is going to be used.
+    Triton is imported only here, and only if `backend` and `device` require it.
 
     Raises:
         ValueError: The backend is unknown, or it is "triton" and cannot run here. The message names the remedy.

@@ -1,8 +1,8 @@
 """The two kernels in plain torch: statistics of each row in one read, and its gradient in one read and one write.
 
-Both process blocks of rows in fp32 scratch tiles that fit in a CPU's cache, so that no buffer of the logits' size is
-allocated. A row's arithmetic does not depend on its block, so results have the same bits in every batch. fp64 logits
-are processed in fp64, which the gradient checks use.
+Both process blocks of rows in fp32 scratch tiles, so that no buffer of the logits' size is allocated. On a CPU, the
+tiles fit in the cache. A row's arithmetic does not depend on its block, so results have the same bits in every batch.
+fp64 logits are processed in fp64, which the gradient checks use.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def row_stats(
         temperature: T of each row, [N], or None for 1.
         entropy: Whether t is needed; otherwise it is 0.
         active: [N]. The results of inactive rows are undefined, because some of these rows are skipped.
-        threshold: [N] in fp32, or None. Logits below it, before the temperature, count as −inf in m, s and t.
+        threshold: [N] in fp32, or None. Logits below it (before the division by T) count as −inf in m, s and t.
     """
     num_rows = logits.shape[0]
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -88,8 +88,7 @@ def write_row_gradients(
 
         dz_v = (1/T)·[ p_v·(A − g_H·ℓ_v) + Σ_j g_j·1[v = column_j] ],   ℓ_v = (x_v−M) − log s,  p_v = e^{ℓ_v}
 
-    In columns from num_columns on, and in inactive rows, `out` is exactly 0, and no logit is read, so a NaN there has
-    no effect.
+    In columns from num_columns on, and in inactive rows, `out` is exactly 0, even if a logit is NaN.
 
     Args:
         out: The gradient to write, [N, V_local].
@@ -100,8 +99,8 @@ def write_row_gradients(
         log_sum: log s, [N].
         base: A, [N].
         entropy_grad: g_H, [N], or None for 0.
-        columns: [N, J] local columns that have a gradient of their own; −1 if another rank has the column. The
-            gradients of a column that is given twice add up.
+        columns: [N, J] local columns that have a gradient of their own; −1 if another rank has the column. If a column
+            is given twice, its gradients are added.
         column_grads: g_j, [N, J].
         active: [N], the rows that have a gradient.
         threshold: [N] or None. p_v is 0 if the logit is below it (see `row_stats`).
@@ -140,7 +139,7 @@ def gather_columns(
     columns: Int[Tensor, "rows ids"],
     temperature: Float[Tensor, " rows"] | None,
 ) -> Float[Tensor, "rows ids"]:
-    """Return x at the given local columns, or 0 for column −1, which stands for another rank's column.
+    """Return x = logits / T at the given local columns, or 0 for column −1, which stands for another rank's column.
 
     Shapes: logits [N, V_local] with V_local > 0; columns [N, J]; temperature [N] or None for 1. Returns [N, J] in fp32
     (fp64 for fp64 logits).
@@ -152,7 +151,7 @@ def gather_columns(
 
 
 def _load(block: Tensor, temperature: Tensor | None, threshold: Tensor | None, rows: slice, tile: Tensor) -> Tensor:
-    """Return the block in the tile's dtype, set to −inf below the threshold and divided by the temperature.
+    """Return the block, copied into the tile, with −inf below the threshold and divided by the temperature.
 
     The division comes after the conversion, because a quotient in the logits' dtype would be rounded.
     """
@@ -163,7 +162,7 @@ def _load(block: Tensor, temperature: Tensor | None, threshold: Tensor | None, r
 
 
 def _zero_rows(gradient: Tensor, inactive: Tensor) -> None:
-    """Set inactive rows to 0. Only a CPU writes just these rows; on a GPU, the host would wait for their indices."""
+    """Set inactive rows to 0. On a GPU all rows are written, because the host would wait for the indices of these."""
     if inactive.device.type != "cpu":
         gradient.masked_fill_(inactive[:, None], 0.0)
     elif inactive.any():
@@ -195,7 +194,7 @@ def merge_rows(
 
     Args:
         parts: The statistics of all ranks.
-        ignored: The rows whose logprob and entropy are 0, and that are not active.
+        ignored: The rows to leave out: their logprob and entropy are 0, and they are not active.
         entropy: Whether to compute the entropy.
     """
     m, sums, shifted_sums, target_x = parts.unbind(-1)
@@ -227,7 +226,8 @@ def target_slopes(
         target_grad: g, [N].
         entropy_grad: g_H, [N], or None for 0.
         entropy: H, [N], or None.
-        active: The rows that may have a gradient, [N]. The others, and rows whose gradients are 0, are never read.
+        active: The rows that may have a gradient, [N]. The result is false for the others, and for rows whose g and g_H
+            are 0.
     """
     base, touched = -target_grad, target_grad != 0
     if entropy_grad is not None:

@@ -1,19 +1,20 @@
 """The kernels in Triton: one program per row, one read of the logits forward, one read and one write backward.
 
-Three further kernels do the remaining work per row. torch would launch dozens of kernels for it, which takes longer
-than reading the logits of a few thousand rows.
+Three further kernels do the remaining work per row. torch would launch dozens of kernels for it, which would take
+longer than reading the logits of a few thousand rows.
 
 `kernels/torch.py` documents the contract of the functions, which both modules share. x is z · (1/T) for a logit z. All
-x of a row share the rounding of 1/T, which cancels between them. Nothing is tuned at run time and there are no atomics,
-so a row's bits depend only on its own logits and the number of columns. A product and a sum are fused only in explicit
-`fma` calls: x − M must be exactly 0 for the likeliest column, and a product that is not rounded would break this.
+x of a row have the same rounded 1/T, which acts like a slightly different T. Nothing is tuned at run time and there are
+no atomics, so the bits of a row's result depend only on its own data and the number of columns. A product and a sum are
+fused only in explicit `fma` calls. A fused product is not rounded, so that x − M would not be exactly 0 for the
+likeliest column.
 
 Import this module only if triton is needed. On a CPU it runs in Triton's interpreter if TRITON_INTERPRET=1 was set
 before the first import of triton.
 """
 
 # Triton's type hints describe a kernel launch as a plain call, without launch keywords such as num_warps. Kernels also
-# bind names only under some constexpr conditions. Type checkers understand neither, so these rules are off.
+# assign some variables only under constexpr conditions. Type checkers understand neither, so these rules are off.
 # pyright: reportCallIssue=false, reportUnboundVariable=false
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from rl_megatron.logprobs.kernels import torch as torch_kernels
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# e and 2 to this power are exactly 0 in fp32. Exponents that are factors are clamped to it to avoid 0 · (−inf).
+# e and 2 to this power are exactly 0 in fp32. Exponents that are also factors are clamped to it from below: 0 · (−inf)
+# is NaN.
 LOWEST_EXPONENT = tl.constexpr(-1000.0)
 
-ROWS = 256  # per program of a kernel that reads no logits
+ROWS = 256  # rows per program, in kernels that read no logits
 LANE = tl.constexpr(8)  # neighbouring columns that one thread reads at a time: 128 bits of bf16
 
 
@@ -49,9 +51,8 @@ def row_stats(
 ) -> Float[Tensor, "rows 4"]:
     """Return (m, s, t, x_y) of each row. For formulas, shapes and units, see `torch_kernels.row_stats`.
 
-    The kernel is online over blocks of columns. Each lane of 8 columns has sums of its own, (m, s, t), so no thread
-    waits for another before the row's end: if a lane's maximum rises from m to m', then with δ = m − m',
-    t ← e^δ·(t + δ·s) and s ← e^δ·s.
+    The kernel is online over blocks of columns. Each lane of 8 columns keeps its own (m, s, t), so no thread waits for
+    another before the row's end. If a lane's maximum rises from m to m', δ is m − m', t ← e^δ·(t + δ·s) and s ← e^δ·s.
     """
     if _needs_torch(logits):
         return torch_kernels.row_stats(logits, columns, num_columns, temperature, entropy, active, threshold)
@@ -202,8 +203,8 @@ def _choose_grid(num_rows: int) -> tuple[int]:
 def _row_stride(rows: Tensor) -> int:
     """Return the stride between rows.
 
-    The stride of a single row is arbitrary, but the compiled code, and with it the order of sums, depends on it. A
-    single row therefore gets the stride that it would have among others.
+    The stride of a tensor with a single row is arbitrary, but the compiled code, and so the order of sums, depends on
+    it. A single row therefore gets the stride of contiguous rows.
     """
     return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
 
@@ -278,8 +279,8 @@ def _accumulate(z, lowest, scale, m, weights, moments, ENTROPY: tl.constexpr):
 @triton.jit
 @no_type_check
 def _move_maximum(m, raised, scale, weights, moments, ENTROPY: tl.constexpr):
-    """Return the factor of each lane's s, and its new t, if its maximum m rises to `raised`."""
-    # The sums of a lane whose logits so far are all −inf are 0 and stay 0. Its shift must be finite: 0 · ∞ is NaN.
+    """Return, for each lane whose maximum rises from m to `raised`, the factor of s and the new t."""
+    # If a lane has had only logits of −inf, its sums are 0 and stay 0. Its shift must be finite, because 0 · ∞ is NaN.
     shift = tl.where(m == -float("inf"), 0.0, (m - raised) * scale)
     decay = tl.exp2(shift)
     if ENTROPY:
