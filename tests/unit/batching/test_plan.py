@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rl_megatron.batching.balance import Groups, balance_shards
 from rl_megatron.batching.config import DynamicPlanArgs, PackingPlanArgs
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch_plan import plan_dynamic_batching, plan_sequence_packing
@@ -121,9 +122,10 @@ class TestPacking:
         """
         assert pack([5, 4, 4, 3, 3, 1], 2, 10).lengths == [[10], [10]]
 
-    def test_packages_trade_a_long_sequence_for_a_shorter_one(self):
+    def test_packages_trade_a_costly_group_for_a_cheaper_one(self):
         """Filling the cheapest package first gives 5 + 4 + 3 + 3 and 5 + 4 + 3 + 1; a 4 for a 3 evens them."""
-        assert pack([5, 5, 4, 4, 3, 3, 3, 1], 2, 20).lengths == [[14], [14]]
+        groups = Groups(lengths=[1] * 8, costs=[5.0, 5.0, 4.0, 4.0, 3.0, 3.0, 3.0, 1.0], capacity=4)
+        assert [[groups.cost(pack) for pack in shard] for shard in balance_shards(groups, 2)] == [[14.0], [14.0]]
 
     def test_long_sequences_are_balanced_by_cheaper_packages(self):
         """A few long sequences cost more than any package of short ones, so that equal costs are impossible."""
