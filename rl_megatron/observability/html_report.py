@@ -21,7 +21,7 @@ from rl_megatron.workers.child_process import build_child_environment
 
 REPORT = "report.html"
 _SAMPLES_PER_STEP, _STEPS_WITH_SAMPLES = 3, 6
-_SECONDS_BETWEEN_PAGES = 600.0  # the process that writes a page takes a few seconds of one core, mostly for imports
+_SECONDS_BETWEEN_PAGES = 600.0  # writing a page takes a process a few seconds of CPU time, mostly for imports
 # The charts that a report shows first: (title, names of metrics, whether the axis is logarithmic).
 _MAIN = (
     ("loss", ("loss",), False),
@@ -43,7 +43,7 @@ _SPEED = (
     ("pipeline bubble (share)", ("pipeline_bubble",), False),
     ("packing efficiency (share)", ("packing_efficiency",), False),
 )
-_PHASE, _PEAK = ("time_", "_s"), ("peak_memory_", "_gb")  # prefixes and suffixes of metrics
+_PHASE, _PEAK = ("time_", "_s"), ("peak_memory_", "_gb")  # prefix and suffix of the metrics' names
 _OTHERS = "Other metrics"  # the heading of charts that are collapsed
 
 
@@ -184,7 +184,7 @@ def _draw_memory(run: RecordedRun, stage: str, names: Iterable[str]) -> list[str
 
 
 def _compute_shares(run: RecordedRun, stage: str, names: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Return each phase with its mean seconds per step and its share, the longest first."""
+    """Return each phase, its mean seconds per step and its share of the sum of all phases, longest first."""
     sums = {_strip(name, _PHASE): sum(value for _, value in run.get_curve(stage, "train", name)) for name in names}
     steps, total = len(run.get_curve(stage, "train", "time_step_s")), sum(sums.values())
     ordered = sorted(sums.items(), key=lambda item: -item[1])
@@ -196,7 +196,7 @@ def _strip(name: str, ends: tuple[str, str]) -> str:
 
 
 def _choose_samples(run: RecordedRun, stage: str) -> list[dict[str, object]]:
-    """Return completions of some evaluations, evenly spaced from the first to the last."""
+    """Return completions of the first and the last evaluation, and of a few between them, evenly spaced."""
     lines = [line for line in run.samples if line["stage"] == stage and line["samples"]]
     most = _STEPS_WITH_SAMPLES
     if len(lines) > most:
@@ -231,7 +231,7 @@ def _format_value(value: object) -> str:
 
 
 def _list_attempts(run: RecordedRun) -> list[tuple[str, ...]]:
-    """Return when each start of the run began, and when, how and where it ended. A start that was killed has no end."""
+    """Return a row for each attempt: when it began, its layout, and when, how and where it ended (empty if unknown)."""
     rows = []
     for attempt in run.attempts:
         no_end = "is running, or was killed" if attempt is run.attempts[-1] else "was killed"
@@ -241,7 +241,7 @@ def _list_attempts(run: RecordedRun) -> list[tuple[str, ...]]:
 
 
 def _draw_comparison(runs: Sequence[RecordedRun], names: Sequence[str], stage: str) -> list[tuple[str, list[str]]]:
-    """Return the charts of a stage of several runs, in groups with their headings."""
+    """Return the charts that compare a stage of several runs, grouped under headings."""
     charts: dict[str, list[str]] = {"Evaluations": [], "Learning": [], "Speed": [], _OTHERS: []}
     main, speed = ([name for _, group, _ in several for name in group] for several in (_MAIN, _SPEED))
     for kind in ("eval", "train"):
@@ -273,7 +273,7 @@ def _choose_distinct_names(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 class ReportPages:
-    """The updates of report.html during a run, by a process of low priority."""
+    """The updater of report.html during a run, which writes the page in a process of low priority."""
 
     def __init__(self, output_dir: Path, seconds: float = _SECONDS_BETWEEN_PAGES):
         self._output_dir, self._seconds = output_dir, seconds
@@ -281,7 +281,7 @@ class ReportPages:
         self._process: subprocess.Popen[bytes] | None = None
 
     def renew(self) -> None:
-        """Start a process that writes the page if the previous process was started long ago and has ended."""
+        """Start a process that writes the page if the last one has ended and was started at least `seconds` ago."""
         now = time.monotonic()
         if now - self._started_at < self._seconds or (self._process is not None and self._process.poll() is None):
             return
@@ -296,7 +296,7 @@ class ReportPages:
 
 
 def start_writing_report(output_dir: Path) -> subprocess.Popen[bytes]:
-    """Start a process that writes report.html, and that continues if the calling process ends."""
+    """Start a process that writes report.html even if the calling process ends."""
     program = f"import os; os.nice(19); from {__name__} import main; main()"  # before the imports, which take longest
     command = [sys.executable, "-c", program, str(output_dir)]
     null, variables = subprocess.DEVNULL, build_child_environment()
@@ -304,7 +304,7 @@ def start_writing_report(output_dir: Path) -> subprocess.Popen[bytes]:
 
 
 def warn_if_it_fails(name: str, write: Callable[[], object]) -> None:
-    """Call `write`, which writes the file `name`. An error is only a warning, because nothing else needs the file."""
+    """Call `write`, which writes file `name`. An error only causes a warning, because nothing else needs the file."""
     try:
         write()
     except Exception as error:  # `write` may raise any error, which must not end the run
@@ -312,5 +312,5 @@ def warn_if_it_fails(name: str, write: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    """Write the page of the run whose directory is the argument."""
+    """Write the page of the run whose directory is the first command-line argument."""
     write_html_report(Path(sys.argv[1]))

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _DISTRIBUTED = f"{Path('torch') / 'distributed'}/"
-_WRAPPERS = ("wrapper", "<lambda>")  # functions of the decorator by which torch logs collectives
+_WRAPPERS = ("wrapper", "<lambda>")  # functions in which torch wraps collectives to log them
 _UNKNOWN_LINE = "an unknown line"
-_MAIN_FRAMES, _OTHER_FRAMES = 40, 8  # the innermost frames of a stack that are kept
-_STACK_REQUESTS = "stacks/wanted"  # the key that counts requests for stacks
+_MAIN_FRAMES, _OTHER_FRAMES = 40, 8  # how many of a stack's innermost frames are kept
+_STACK_REQUESTS = "stacks/wanted"  # the store's key for the number of requests for stacks
 
 
 # --- where a rank is in the run ---
@@ -43,8 +43,8 @@ class Place(NamedTuple):
         steps: How many steps the stage has.
         phase: The innermost phase that runs, or None between two phases.
         phase_number: How often the phase has changed since the stage began.
-        done: How many items of a long call are done.
-        total: How many items the call has; 0 if nothing was counted in this phase.
+        done: How many items the running call has done, as it reported (`log.report_progress`).
+        total: How many items that call has; 0 if no call of this phase has reported.
         noun: What the items are, such as "microbatches".
     """
 
@@ -60,12 +60,12 @@ class Place(NamedTuple):
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Return a sort key that is smaller on a rank that lags. It ignores microbatches."""
+        """Return a sort key: the smaller, the further behind a rank is. Progress within a phase does not count."""
         return self.stage_number, self.step, self.phase_number
 
     @property
     def progress(self) -> str | None:
-        """Return how many items are done, in words, or None if nothing was counted."""
+        """Return a text such as "3 of 8 microbatches", or None if no call of this phase has reported."""
         return f"{self.done} of {self.total} {self.noun}" if self.total else None
 
     def describe(self) -> str:
@@ -80,7 +80,7 @@ class Place(NamedTuple):
 
 
 class Position:
-    """The place of the main thread. Every change of it, and every progress report, is a sign of life."""
+    """The place of the main thread. `changes` counts its moves and progress reports, which are signs of life."""
 
     def __init__(self) -> None:
         self.place = Place()
@@ -119,9 +119,9 @@ class Beat:
         count: How many heartbeats the rank has sent before this one.
         place: The place of the rank's main thread.
         seconds: For how long that place has not changed.
-        collective: The function of torch.distributed in which the main thread waits, or None if it waits in none.
+        collective: The function of torch.distributed in which the main thread waits, or None if it runs other code.
         at: The line that the main thread runs, "file:line".
-        sequence: How many collectives the group of all ranks has begun, or None if torch does not count them.
+        sequence: How many collectives of the group of all ranks have begun, or None if torch does not count them.
         has_ended: Whether the run has ended on this rank.
     """
 
@@ -141,7 +141,7 @@ class Beat:
 
     @classmethod
     def from_json(cls, text: bytes) -> Beat:
-        """Return the heartbeat from the store's text, which is empty until the rank has sent its first one."""
+        """Parse a heartbeat from the store; the text is empty before the rank's first heartbeat."""
         if not text:
             return cls()
         values = json.loads(text)
@@ -154,7 +154,7 @@ def beat_key(rank: int) -> str:
 
 
 class Heartbeat:
-    """The sender of this rank's heartbeats. One thread calls every method; none of them uses the device."""
+    """The sender of this rank's heartbeats. The same thread calls all methods, and none of them uses the device."""
 
     def __init__(self, store: Any, rank: int, position: Position, longest_interval: float):
         """Prepare the first heartbeat.
@@ -163,8 +163,8 @@ class Heartbeat:
             store: A connection to the store that no other thread uses.
             rank: This rank.
             position: The position of the main thread.
-            longest_interval: The most seconds that are counted between two heartbeats. A longer time means that the
-                process was suspended.
+            longest_interval: The most seconds that are counted between two heartbeats, because a longer interval means
+                that the process was suspended.
         """
         self._store, self._rank, self._position, self._longest_interval = store, rank, position, longest_interval
         self._host, self._answered_requests = socket.gethostname(), 0
@@ -201,7 +201,7 @@ class Heartbeat:
 
 
 def _count_collectives() -> int | None:
-    """Return how many collectives the group of all ranks has begun, or None if torch does not count them."""
+    """Return how many collectives of the group of all ranks have begun, or None if torch does not count them."""
     group = dist.group.WORLD if dist.is_initialized() else None
     count = getattr(group, "_get_sequence_number_for_group", None)
     try:
@@ -225,7 +225,7 @@ def list_answers(store: Store, request: int) -> list[int]:
 
 
 def take_stacks(store: Store, request: int, ranks: list[int]) -> list[dict[str, object]]:
-    """Return the stacks of the ranks, with one entry for equal stacks, and delete them from the store."""
+    """Return the ranks' stacks, with one entry for all ranks whose stacks are equal, and delete them from the store."""
     keys = [f"stacks/{request}/{rank}" for rank in ranks]
     ranks_by_stack: dict[str, list[int]] = {}
     for rank, text in zip(ranks, store.multi_get(keys) if keys else [], strict=True):
@@ -242,8 +242,8 @@ class Wait(NamedTuple):
     """The activity of a thread.
 
     Attributes:
-        collective: The function of torch.distributed in which it waits, or None if it waits in none.
-        at: The line of this package, or of the user's code, that it runs: "file:line".
+        collective: The function of torch.distributed in which the thread waits, or None if it runs other code.
+        at: "file:line" of the innermost line of this package or of the user's code that it runs.
     """
 
     collective: str | None
@@ -257,10 +257,10 @@ def find_wait(frames: list[FrameType]) -> Wait:
         if _DISTRIBUTED not in frame.f_code.co_filename:
             break
         if frame.f_code.co_name not in _WRAPPERS:
-            collective = frame.f_code.co_name  # the outermost function is the one that was called
+            collective = frame.f_code.co_name  # the loop keeps the outermost, which other code called
     if collective is None and frames and not _is_library(frames[0].f_code.co_filename, but="megatron/core/"):
         line = linecache.getline(frames[0].f_code.co_filename, _get_line(frames[0]))
-        if ".wait(" in line:  # of a collective that was begun earlier; torch waits for it outside Python
+        if ".wait(" in line:  # the collective has begun earlier, and torch waits for it in C++, without a frame
             collective = f"wait of {frames[0].f_code.co_name}"
     if not frames:
         return Wait(collective, _UNKNOWN_LINE)
@@ -282,7 +282,7 @@ def format_stacks() -> str:
 
 
 def locate_error(error: BaseException) -> str:
-    """Return "file:line" of the innermost line of this package or of the user's code that raised the error."""
+    """Return "file:line" of the innermost frame of the error that is in this package or in the user's code."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if not lines:
         return _UNKNOWN_LINE
@@ -297,14 +297,14 @@ def _walk_outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_library(path: str, but: str = "/nothing/") -> bool:
-    """Return whether a file belongs to Python or to an installed package other than this one."""
+    """Return whether a file belongs to Python or to another installed package, unless its path contains `but`."""
     if path.startswith(str(_PACKAGE)) or but in path:
         return False
     return path.startswith((*_LIBRARIES, "<"))
 
 
 def _get_line(frame: FrameType) -> int:
-    """Return the line that a frame runs. Python gives None at an instruction that belongs to no line."""
+    """Return the line that a frame runs. `f_lineno` is None at an instruction that belongs to no line."""
     return frame.f_lineno or frame.f_code.co_firstlineno
 
 

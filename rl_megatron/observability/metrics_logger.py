@@ -42,7 +42,7 @@ class MetricsLogger:
             output_dir: The run's directory.
             enabled: Whether this rank writes.
             sinks: Names of registered sinks (`sinks.register_sink`).
-            services: The functions that open sinks of services, by name (`service_sinks.prepare_service_sinks`).
+            services: For each service's name, the function that opens its sink (`service_sinks.prepare_service_sinks`).
                 Each sink has a thread and a queue.
             prometheus: The settings of the endpoint for Prometheus, or None for no endpoint.
         """
@@ -60,7 +60,7 @@ class MetricsLogger:
         self._stage, self._last = "", time.perf_counter()
 
     def begin_stage(self, stage: str, start: int, steps: int, metric: str = "loss") -> None:
-        """Begin a stage whose first `start` of `steps` steps are done, and drop its lines of later steps.
+        """Begin a stage of `steps` steps, of which `start` are done, and drop its recorded lines of later steps.
 
         The display always shows `metric`.
         """
@@ -78,7 +78,7 @@ class MetricsLogger:
             self._progress.end_stage()
 
     def show_phase(self, phase: str | None) -> None:
-        """Show which phase of the training loop runs (`timing.PhaseTimer`); None between phases."""
+        """Show the phase of the training loop that runs (`timing.PhaseTimer`); None means that no phase runs."""
         if not self.enabled:
             return
         self._progress.show_phase(phase)
@@ -87,11 +87,11 @@ class MetricsLogger:
                 sink.enter_phase(phase)
 
     def note(self, metrics: dict[str, float]) -> None:
-        """Keep metrics of a part of a step for the next line that is recorded."""
+        """Keep metrics of a part of a step until `record` writes them with the next line."""
         self._noted |= metrics
 
     def record(self, step: int, metrics: dict[str, float], kind: str = "train") -> None:
-        """Write one line of `kind` "train" or "eval", with the metrics that were noted since the previous line."""
+        """Write a line of `kind` "train" or "eval", with `metrics` and those noted since the previous line."""
         metrics, self._noted = metrics | self._noted, {}
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
@@ -111,14 +111,14 @@ class MetricsLogger:
             self._writes.write(SAMPLES, partial(disk.append, self.output_dir / SAMPLES, content))
 
     def finish_writing(self) -> None:
-        """Write the lines that wait for space on a full disk. Raise OSError if it is still full."""
+        """Write the lines that wait for space on a full disk. Raise OSError if the disk is still full."""
         self._writes.finish()
 
     def close(self, has_failed: bool = False) -> None:
         """Close the sinks, and wait at most `sinks.CLOSE_SECONDS` for all services together.
 
-        Services show whether the run has failed. An error of a sink is a warning, because it must not hide why the run
-        ended.
+        Services show whether the run has failed. An error of a sink is logged as a warning, because an exception would
+        hide why the run ended.
         """
         try:
             self._writes.finish()
@@ -145,8 +145,8 @@ class MetricsLogger:
 
         Args:
             summary: The content of summary.json; `stages`, `seconds` and `layout` are printed too.
-            next_commands: What a user can do next, each as a text and a command to copy.
-            has_trained: Whether a stage was trained. If none was, the report of the earlier run stays.
+            next_commands: What a user can do next: pairs of a description and a command to copy.
+            has_trained: Whether any stage was trained. If not, an existing summary.json and curves.png are kept.
         """
         if not self.enabled:
             return

@@ -15,13 +15,13 @@ from rl_megatron.config.metrics import choose_shown_name, is_eval_metric
 
 _SHOWN = ("reward", "loss", "grad_norm", "lr")
 _LINES_PER_STAGE = 20  # if the console is not a terminal
-_SECONDS_PER_LINE = 60.0  # at least one line is printed in this time
+_SECONDS_PER_LINE = 60.0  # after this time, the next progress report prints a line
 _REFRESHES_PER_SECOND = 4
 _SECONDS_OF_AN_ACTIVITY = 0.5  # a shorter activity is not shown, because the line would flicker
-_BAR = (6, 30)  # the least and the largest width of the bar
+_BAR = (6, 30)  # the smallest and the largest width of the bar
 _ACTIVITY_WIDTH = 22  # kept free beside the bar: "generating 1000/1024"
-_STAGE_WIDTH = 14  # the least width to which a stage's name is cut for the activity
-_USUAL = ("train", "train_critic")  # phases that are only shown with a count
+_STAGE_WIDTH = 14  # a stage's name is not cut shorter than this to show the activity
+_USUAL = ("train", "train_critic")  # phases that are shown only when they report a count
 # How the display names the phases of the training loop (timing.py).
 _ACTIVITIES = {
     "generate": "generating",
@@ -40,7 +40,7 @@ _ACTIVITIES = {
 
 
 class ConsoleProgress:
-    """The display of the stage that runs. It owns the line on the terminal, if there is one."""
+    """The display of the stage that runs. On a terminal, it owns the line that changes."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
         """Initialise the display. `clock` returns seconds that never decrease."""
@@ -89,10 +89,10 @@ class ConsoleProgress:
             self._live = None
 
     def render_line(self, width: int, bar: str = "━─") -> Text:
-        """Return the line of a terminal that is `width` wide. The step, both times and the metric are never cut.
+        """Return the line for a terminal of `width` columns. The step, the times and the main metric are never cut.
 
-        A long name of the stage is cut before the activity is left out, because one stage runs at a time. `bar` has the
-        characters for steps that are done and for those that are not.
+        A long stage name is cut to show the activity, because the stage is known: only one runs at a time. `bar` has
+        one character for steps that are done, and one for the others.
         """
         stage, step = self._stage, f"{self._step}/{self._steps}"
         elapsed, left = _format_time(self._clock() - self._began), self._estimate_time_left()
@@ -120,7 +120,7 @@ class ConsoleProgress:
         return text.append(" ".join(after))
 
     def _count(self, done: int, total: int, noun: str, detail: str) -> None:
-        """Keep the progress of a long call; see `log.report_progress`."""
+        """Keep the progress that a call reports (`log.report_progress`), and print a line if one is due."""
         short = f" {done}/{total}"
         long = f"{short} {noun}"
         self._counts = (f"{long}, {detail}" if detail else long, long, short) if total > 1 else ()
@@ -128,7 +128,7 @@ class ConsoleProgress:
             self._print_line(activity)
 
     def _describe_activity(self) -> tuple[str, ...]:
-        """Return wordings of the current activity, the longest first; an empty one if it has just begun."""
+        """Return texts about the current activity, the longest first; only an empty text if it has just begun."""
         if self._phase is None or self._clock() - self._phase_began < _SECONDS_OF_AN_ACTIVITY:
             return ("",)
         name = _ACTIVITIES.get(self._phase, self._phase)
@@ -162,7 +162,7 @@ class _Line:
 
 
 def _select(metrics: dict[str, float], first: str) -> list[tuple[str, float]]:
-    """Return the metrics that are shown, `first` before the others."""
+    """Return the metrics to show, starting with `first`."""
     names = dict.fromkeys((first, *_SHOWN))
     return [(name, metrics[name]) for name in names if name in metrics]
 

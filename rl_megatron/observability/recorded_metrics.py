@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl that a resumed run finds: read them, drop some, and check that they have not changed."""
+"""Read the lines of metrics.jsonl that a resumed run finds, drop those of later steps, and detect changes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from rl_megatron.config.metrics import METRICS_FILE
 
 
 class RecordedMetrics:
-    """The digest of metrics.jsonl, a part of a stage's resumed state.
+    """The digest of metrics.jsonl, which a stage's checkpoints contain.
 
-    Training does not need metrics, so a change of the file is only a warning.
+    Training does not need metrics, so a change of the file only causes a warning.
     """
 
     def __init__(self, output_dir: Path):
         self._path = output_dir / METRICS_FILE
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the size and the digest of the file on rank 0, which writes it; nothing on other ranks."""
+        """Return the file's size and digest on rank 0, which writes the file, and an empty state on other ranks."""
         if not log.is_main_rank() or not self._path.is_file():
             return {}
         content = self._path.read_bytes()
         return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Warn if the file no longer begins with the content that it had."""
+        """Warn if the file no longer begins with the content that it had at the checkpoint."""
         if not state or not log.is_main_rank():
             return
         content = self._path.read_bytes()[: state["bytes"]] if self._path.is_file() else b""
         if hashlib.sha256(content).hexdigest() != state["sha256"]:
             log.LOGGER.warning(
-                "%s has changed since the checkpoint was saved; training continues, and new lines are added to it",
+                "%s has changed since the checkpoint was saved; training continues and appends to the file",
                 self._path,
             )
 
@@ -44,8 +44,8 @@ class RecordedMetrics:
 def read_metric_lines(path: Path) -> list[dict[str, Any]]:
     """Return the valid lines of metrics.jsonl or samples.jsonl, and warn of each invalid line.
 
-    If there are invalid lines, the unchanged file is copied to "<name>.damaged.jsonl". A truncated last line, which a
-    killed run leaves, is skipped silently.
+    If any line is invalid, the file is copied to "<name>.damaged.jsonl". A truncated last line, which a killed run
+    leaves, is skipped silently.
     """
     lines: list[dict[str, Any]] = []
     invalid: list[int] = []
@@ -71,7 +71,7 @@ def read_metric_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def drop_later_lines(path: Path, stage: str, start: int) -> None:
-    """Drop the lines of a stage after step `start` from a file of JSON lines, and those that cannot be read."""
+    """Drop from a JSON-lines file the lines of a stage after step `start`, and all lines that cannot be read."""
     if not path.exists():
         return
     lines = [line for line in read_metric_lines(path) if not _is_after(line, stage, start)]

@@ -35,8 +35,8 @@ def write_report(
 ) -> None:
     """Write curves.png and summary.json into `output_dir`, and print the results of each stage.
 
-    Then print what a user can do next: each of `next_commands` in words, and as a command on a line of its own. If
-    nothing was trained, existing files are not changed.
+    Then print what a user can do next: each of `next_commands` is a description and, on its own line, a command. If
+    nothing was trained and summary.json exists, neither file is changed.
     """
     is_written = has_trained or not (output_dir / "summary.json").is_file()
     if is_written:
@@ -46,7 +46,7 @@ def write_report(
     if summary["stages"]:
         console.print("Held-out results after each stage")
         console.print(_build_results(summary["stages"], console), soft_wrap=False)
-    # Plain text that is not wrapped in a narrow terminal, because users copy it.
+    # Plain text, not wrapped even in a narrow terminal, because users copy it.
     lines = [f"{summary['seconds']:.0f} s on {summary['layout']}", f"Written to {output_dir}"]
     if not is_written:
         lines = [f"All stages were complete before, and nothing was trained: {output_dir} is unchanged"]

@@ -29,7 +29,7 @@ class RecordedRun:
         failure: The content of failure.json, or None if it is missing or cannot be read.
         samples: The lines of samples.jsonl: completions of evaluations.
         info: Git revision, versions and layout; empty if they are unknown.
-        attempts: For each start of the run, when it began and, if it was not killed, how it ended.
+        attempts: One entry for each start of the run: when this attempt began and, unless it was killed, how it ended.
     """
 
     directory: Path
@@ -43,7 +43,7 @@ class RecordedRun:
 
     @classmethod
     def read(cls, directory: Path) -> RecordedRun:
-        """Read the output directory of a run, which may still run. Raise ConfigError if it has no config.yaml."""
+        """Read the output directory of a run, finished or not. Raise ConfigError if it has no config.yaml."""
         if not (directory / CONFIG).is_file():
             raise ConfigError(f"{directory} is not the output_dir of a run: it has no {CONFIG}")
         return cls(
@@ -64,12 +64,12 @@ class RecordedRun:
 
     @property
     def stages(self) -> list[str]:
-        """Return the names of the stages that have metrics, in their order."""
+        """Return the names of the stages that have metrics, in the order of their first lines."""
         return list(dict.fromkeys(line["stage"] for line in self.lines))
 
     @property
     def state(self) -> str:
-        """Return the state of the run, as its files show it: complete, stopped, failed, hanging or running."""
+        """Return the state of the run according to its files: complete, stopped, failed, hanging or running."""
         if self.failure is not None:
             return "failed" if self.failure.get("kind") == "error" else "hangs"
         if self.attempts and "how" not in self.attempts[-1]:
@@ -79,7 +79,7 @@ class RecordedRun:
         return "complete" if self.summary else "running"
 
     def get_curve(self, stage: str, kind: str, name: str) -> list[tuple[int, float]]:
-        """Return the steps and the finite values of a metric."""
+        """Return the (step, value) pairs of a metric, without values that are not finite."""
         return [
             (line["step"], line[name])
             for line in self.lines
@@ -105,7 +105,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a JSON-lines file; a run may be writing the last one."""
+    """Return the valid lines of a JSON-lines file; the last may be incomplete, because a run is writing it."""
     values = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         try:
@@ -116,7 +116,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _join_attempts(lines: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return one entry for each start, from the lines about its beginning and its end."""
+    """Return one entry for each start of the run, merged from the lines about its beginning and its end."""
     attempts: list[dict[str, str]] = []
     for line in lines:
         if "began" in line:
@@ -127,7 +127,7 @@ def _join_attempts(lines: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by their paths, as in `optimizer.lr`."""
+    """Return the values of nested mappings by dotted keys, such as `optimizer.lr`."""
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

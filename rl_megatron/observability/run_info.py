@@ -44,7 +44,7 @@ class RunInfo:
         return cls(yaml.safe_load(to_yaml(config)), _find_git_revision(Path.cwd()), collect_versions(), layout, device)
 
     def write(self, output_dir: Path) -> None:
-        """Write run_info.json. Users' own sinks, which get only `output_dir`, read it there."""
+        """Write run_info.json. Users' own sinks, which get only `output_dir`, can read this file."""
         disk.replace_file(output_dir / RUN_INFO, json.dumps(asdict(self), indent=2) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""`RunWatch`: the threads with which every rank sends heartbeats, finds hangs, and learns that another rank failed."""
+"""`RunWatch`: threads that send a rank's heartbeats, notice other ranks' failures and, on ranks 0 and 1, hangs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rl_megatron.topology.job_store import launcher_has_store
 
 _LONGEST_INTERVAL = 5.0  # seconds between two heartbeats
 _INTERVALS_PER_LIMIT = 8
-_INTERVALS_TO_REPORT = 3  # a hang is found this long before the limit, so that it is reported within the limit
+_INTERVALS_TO_REPORT = 3  # a hang is detected this many intervals before the limit, to leave time for its report
 _SECONDS_TO_REPORT = 10.0  # how much longer than `seconds_to_end` a rank waits for the store
 _SECONDS_AFTER_A_LOSS = 5.0  # how long rank 0 keeps the store for the other ranks if a rank was lost
 _TRACEBACK = "the traceback"
 
 
 class RunWatch:
-    """The watch of one run on this rank. It owns the position, two threads, and their connections to the store.
+    """The watch of one run on this rank. It owns the rank's position, the threads, and their connections to the store.
 
-    The first thread writes heartbeats and reads those of other ranks; it blocks if the store does not answer. The
-    second thread detects this.
+    The first thread writes heartbeats and, on ranks 0 and 1, reads those of all ranks. It blocks if the store does not
+    answer. A second thread on one of these two ranks detects this.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RunWatch:
     def _end_threads(self) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(2 * self._interval)  # the thread may wait for a store that has ended
+            thread.join(2 * self._interval)  # a limit, because the thread may wait for a store that has ended
 
     def begin_writing(self) -> None:
         """Let reports be written to the output directory, which belongs to this run from now on."""
@@ -89,11 +89,11 @@ class RunWatch:
     def report_error(self, error: BaseException, on_all_ranks: bool) -> None:
         """Report the error that ends this rank, unless another rank's failure has caused it.
 
-        If all ranks raise the error, rank 0 prints it.
+        If all ranks raise the error, only rank 0 prints it.
         """
         failure = record_failure(error, self._rank, self.position.place, on_all_ranks)
         self._own_failure = failure
-        self._end_threads()  # if they used a store whose process has ended, torch would print its stack
+        self._end_threads()  # torch prints a stack trace if a thread uses a store whose process has ended
         if self._store is None or self._world_size == 1:
             written = self.file.write(failure, _TRACEBACK)
             if self._world_size > 1 and not on_all_ranks:  # without a store, no rank knows who failed first
@@ -106,7 +106,7 @@ class RunWatch:
     def _record(self, failure: dict[str, Any]) -> None:
         """Record the failure in the store. The first rank that fails waits until rank 0 has reported the failure."""
         if self._knows_of_failure:
-            return  # rank 0 was informed that this rank knows of another's failure, so the store may have ended
+            return  # this rank has told rank 0 that it knows of the first failure, so the store may have ended
         try:
             shared = FirstFailure(self._store.clone())
             first = shared.record(failure)
@@ -122,13 +122,13 @@ class RunWatch:
             self._report_without_store(failure, error)
 
     def _keep_store(self, shared: FirstFailure, first: dict[str, Any]) -> None:
-        """Wait on rank 0, which holds the store, until the other ranks have read the first failure."""
+        """Keep rank 0, which holds the store, running until the others have read the first failure or time is up."""
         ends_at = time.monotonic() + {"error": self._seconds_to_end, "lost": _SECONDS_AFTER_A_LOSS}[first["kind"]]
         while shared.count_informed(0) < self._world_size - 1 and time.monotonic() < ends_at:
             time.sleep(0.05)
 
     def _wait_for_report(self, shared: FirstFailure) -> None:
-        """Wait until rank 0 has reported this rank's failure, and report it here if rank 0 does not."""
+        """Wait for rank 0 to report this rank's failure; if it does not in time, report the failure on this rank."""
         assert self._own_failure is not None, "it was recorded"
         ends_at = time.monotonic() + (self._interval + 2.0 if self._threads else 0.0)
         while not shared.has_been_reported():
@@ -136,10 +136,10 @@ class RunWatch:
                 self._report_failure(shared, self._own_failure)
                 return
             time.sleep(0.05)
-        log.error(self._own_failure["message"])  # for the launcher only; rank 0 has printed it
+        log.error(self._own_failure["message"])  # rank 0 has printed the message; this only tells the launcher
 
     def _report_failure(self, shared: FirstFailure, first: dict[str, Any]) -> None:
-        """Write failure.json and print the failure, once in this process."""
+        """Write failure.json and print the failure, unless it has been reported."""
         with self._lock:
             if self._has_reported or shared.has_been_reported():
                 return
@@ -187,7 +187,7 @@ class RunWatch:
                 self._check_first_failure(failures)
                 if self._rank != 0 and self._others_failed_at is not None and self._own_failure is None:
                     self._knows_of_failure = True
-                    failures.count_informed()  # rank 0 may end then, which frees a rank that waits for it
+                    failures.count_informed()  # then rank 0 may end, which frees a rank that waits for it
                     self._end_in_time()
                     return
                 self._ticks += 1
@@ -199,7 +199,7 @@ class RunWatch:
                 )
 
     def _check_first_failure(self, failures: FirstFailure) -> None:
-        """Report the failure of another rank, and end this process if its main thread waits for that rank too long."""
+        """Report another rank's failure on rank 0, and end this process if its main thread does not end in time."""
         first = failures.get()
         if first is None:
             return
@@ -213,12 +213,12 @@ class RunWatch:
             _end_process()
 
     def _end_in_time(self) -> None:
-        """End this process unless its main thread ends in time, without using the store."""
+        """Give the main thread `seconds_to_end` to end, and then end this process; do not use the store."""
         if not self._stop.wait(self._seconds_to_end):
             _end_process()
 
     def _watch_store(self) -> None:
-        """Report a store that does not answer: the first thread has been stuck for as long as a rank may be silent."""
+        """Report that the store does not answer when the first thread is stuck for as long as a rank may be silent."""
         ticks, silent, last = -1, 0.0, time.monotonic()
         while not self._stop.wait(self._interval) and self._others_failed_at is None:
             now = time.monotonic()

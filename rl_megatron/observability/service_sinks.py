@@ -1,6 +1,6 @@
 """Sinks of services: Weights & Biases, MLflow, SwanLab, Trackio and Prometheus.
 
-A run that is started again continues its run in the service. Except for Prometheus, a sink is opened and called in the
+A resumed training run continues the same run in the service. All sinks but Prometheus's are opened and called in the
 thread of a `QueuedSink`.
 """
 
@@ -33,15 +33,15 @@ from rl_megatron.observability.run_files import flatten
 from rl_megatron.observability.run_info import RunInfo
 from rl_megatron.observability.sinks import MetricLine, MetricSink
 
-_FINISH_SECONDS = 12.0  # how long W&B may send the last metrics at the end; `wandb sync` can send the rest
+_FINISH_SECONDS = 12.0  # how long W&B may take to send the last metrics at the end; `wandb sync` can send the rest
 _NOT_IN_MLFLOW_NAMES = re.compile(r"[^\w./ :-]")
 _NOT_IN_PROMETHEUS_NAMES = re.compile(r"[^a-zA-Z0-9_]")
-_PROMETHEUS_OWN = ("step", "phase", "restarts")  # gauges that are not metrics of lines
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # the launcher's variable
+_PROMETHEUS_OWN = ("step", "phase", "restarts")  # gauges that do not come from lines of metrics
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by the launcher
 
 
 class WandbSink:
-    """A run of Weights & Biases, with `<stage>/<kind>/<metric>` over `<stage>/step`."""
+    """A run of Weights & Biases, in which `<stage>/<kind>/<metric>` is plotted against `<stage>/step`."""
 
     def __init__(self, settings: WandbConfig, output_dir: Path, info: RunInfo):
         """Begin the run, or continue the one whose id is in wandb_run.json."""
@@ -76,7 +76,7 @@ class WandbSink:
         )
 
     def begin_stage(self, stage: str, start: int) -> None:
-        """Show the metrics of the stage over its own steps, because W&B's step may not decrease after a restart."""
+        """Plot the stage's metrics against its own steps, because W&B's step cannot go back after a restart."""
         self._run.define_metric(f"{stage}/step", hidden=True)
         self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
 
@@ -104,7 +104,7 @@ class MlflowSink:
         self._metric, self._status = Metric, "FINISHED"
         chosen = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         uri = chosen or (output_dir / "mlruns").resolve().as_uri()
-        if uri.startswith("file:"):  # MLflow refuses directories otherwise; a database needs its larger package
+        if uri.startswith("file:"):  # MLflow refuses a directory otherwise, and a database needs MLflow's full package
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         destination = {"tracking_uri": chosen and log.redact(chosen), "experiment_name": settings.experiment_name}
@@ -192,7 +192,7 @@ class SwanlabSink:
                 {
                     "interactive": False,  # SwanLab would ask for an API key at the terminal
                     "terminal": {"proxy_type": "none"},
-                    # The runtime has the command, which may hold secrets.
+                    # `runtime` would send the command, which may hold secrets.
                     "probe": {"runtime": False, "git": False, "requirements": False, "monitor": False},
                 }
             ),
@@ -251,14 +251,14 @@ class TrackioSink:
 
 
 class PrometheusSink:
-    """A web server in a thread of this process, with `rl_megatron_<metric>{run, stage, kind}`.
+    """A web server in a thread of this process, with gauges `rl_megatron_<metric>{run, stage, kind}`.
 
     It also has `rl_megatron_step`, `rl_megatron_phase` (1 for the phase that runs, 0 for earlier phases) and
     `rl_megatron_restarts`.
     """
 
     def __init__(self, settings: PrometheusConfig, output_dir: Path):
-        """Start listening at the address. Raise ConfigError if it is in use, or not an address of this machine."""
+        """Start listening. Raise ConfigError if the address is in use or does not belong to this machine."""
         from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
         self._gauge = Gauge
@@ -312,7 +312,7 @@ class PrometheusSink:
 
 
 class SavedRunId:
-    """The id of a service's run, in a file of the output directory. A resumed run reads it to continue the same run."""
+    """The id of a run in a service, saved in the output directory, so that a resumed training continues that run."""
 
     def __init__(self, path: Path, destination: Mapping[str, object]):
         """Read the file. The id is not used if it was saved for another destination."""
@@ -325,7 +325,11 @@ class SavedRunId:
         except FileNotFoundError:
             return
         except (ValueError, KeyError, TypeError) as error:
-            log.LOGGER.warning("%s cannot be read (%s); a new run of the service is begun", path, error)
+            log.LOGGER.warning(
+                "%s, with the id of the run to continue, cannot be read (%s); metrics go to a new run in that service",
+                path,
+                error,
+            )
 
     def save(self, run_id: str) -> None:
         """Write the id to the file."""
@@ -339,7 +343,7 @@ SERVICES: dict[str, Callable[[Any, Path, RunInfo], MetricSink]] = {
 
 
 def prepare_service_sinks(config: LoggerConfig, output_dir: Path, info: RunInfo) -> dict[str, Callable[[], MetricSink]]:
-    """Import the packages of the services that a run uses, and return the functions that open their sinks, by name.
+    """Import the packages of a run's services, and return for each service's name the function that opens its sink.
 
     The imports end before a thread begins. If a thread imported a module while a checkpoint's writer is forked, the
     writer would wait for the import's lock forever.
@@ -348,7 +352,7 @@ def prepare_service_sinks(config: LoggerConfig, output_dir: Path, info: RunInfo)
     for name, settings in config.iter_services():
         if name not in SERVICES:
             continue
-        if isinstance(settings, TrackioConfig):  # its package reads the directory when it is imported
+        if isinstance(settings, TrackioConfig):  # the package reads this variable when it is imported
             os.environ.setdefault("TRACKIO_DIR", str(Path(settings.directory or output_dir / "trackio").resolve()))
         importlib.import_module(settings.package)
         openers[name] = partial(SERVICES[name], settings, output_dir, info)

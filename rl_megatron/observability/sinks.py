@@ -21,10 +21,10 @@ from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.observability.recorded_metrics import drop_later_lines
 
-CLOSE_SECONDS = 15.0  # the longest that the end of a run waits for a sink of a service
-_MAX_LINES = 1000  # lines that wait for a sink of a service; further ones are dropped
+CLOSE_SECONDS = 15.0  # how long a run waits at its end for the sinks of services
+_MAX_LINES = 1000  # how many lines may wait for a service's sink; further lines are dropped
 _RETRY_SECONDS = 60.0  # between attempts to open a sink of a service
-_EVENT_FILES = itertools.count()  # each TensorBoard writer of a process has a file of its own
+_EVENT_FILES = itertools.count()  # numbers for the file names of a process's TensorBoard writers
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MetricLine:
 
     Attributes:
         stage: The name of the run's stage.
-        step: The training step, 1 for the first; an evaluation before it has step 0.
+        step: The training step, from 1; an evaluation before the first step has step 0.
         kind: "train" or "eval".
         metrics: The values by name (see `config.metrics`).
         seconds: The wall-clock time since the previous line, or since the stage began.
@@ -52,15 +52,15 @@ class MetricSink(Protocol):
     def begin_stage(self, stage: str, start: int) -> None:
         """Prepare for the steps of a stage after step `start`.
 
-        An interrupted run may have written lines of later steps, which are written again.
+        If an interrupted run wrote lines of later steps, these are written again.
         """
         ...
 
     def write(self, line: MetricLine) -> None:
-        """Write one line. The run may be killed at any time afterwards.
+        """Write one line, so that it is not lost if the run is killed afterwards.
 
         Raises:
-            OSError: The disk is full (ENOSPC), and nothing of the line was written. The line is written again later.
+            OSError: The disk is full (ENOSPC), and no part of the line was written. The caller tries again later.
         """
         ...
 
@@ -84,7 +84,7 @@ register_sink = SINKS.register
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Refuse unknown metric sinks, and a run without metrics.jsonl, which curves.png and a resumed run read."""
+    """Refuse unknown metric sinks, and a list without "jsonl": curves.png and a resumed run need its file."""
     for name in names:
         if name not in SINKS:
             raise ConfigError(f"metric_sinks: there is no metric sink {name!r}{nearest(name, SINKS)}")
@@ -94,13 +94,13 @@ def check_sinks(names: Sequence[str]) -> None:
 
 @register_sink("jsonl")
 class JsonlSink:
-    """The file metrics.jsonl, one JSON object a line, numbers with every digit."""
+    """The file metrics.jsonl, with one JSON object per line and metrics in full precision."""
 
     def __init__(self, output_dir: Path):
         self._path = output_dir / METRICS_FILE
 
     def begin_stage(self, stage: str, start: int) -> None:
-        """Drop the lines of this stage after step `start`, and those that cannot be read."""
+        """Drop the lines of this stage after step `start`, and all lines that cannot be read."""
         drop_later_lines(self._path, stage, start)
 
     def write(self, line: MetricLine) -> None:
@@ -155,7 +155,7 @@ class TensorBoardSink:
 
 
 class QueuedSink:
-    """A metric sink that writes to another one in a thread, from a queue that holds `max_lines` lines.
+    """A metric sink that passes lines to another sink in a thread, through a queue of at most `max_lines` lines.
 
     The other sink is opened and called in that thread only, so a service that blocks or fails neither stops nor slows a
     run. Lines that do not fit into the queue, and lines for which the sink raises an error, are dropped and counted. A
@@ -174,7 +174,7 @@ class QueuedSink:
 
         Args:
             name: The name of the sink in messages.
-            open_sink: Opens the sink. It is called again, every `retry_seconds`, if it raises an error.
+            open_sink: Opens the sink. If this fails, it is tried again every `retry_seconds`.
             max_lines: The most lines that wait.
             close_seconds: The longest that `close` waits.
             retry_seconds: The time between attempts to open the sink.
@@ -182,7 +182,7 @@ class QueuedSink:
         self._name, self._open, self._max_lines = name, open_sink, max_lines
         self._close_seconds, self._retry_seconds = close_seconds, retry_seconds
         self._changed = threading.Condition()
-        self._waiting: deque[MetricLine | tuple[str, int]] = deque()  # lines, and (stage, start) where a stage begins
+        self._waiting: deque[MetricLine | tuple[str, int]] = deque()  # lines, and (stage, start) when a stage begins
         self._num_waiting = self._num_received = self._num_written = 0  # lines
         self._is_closing = self._has_closed = self._has_failed = self._has_warned = False
         self._closes_until = 0.0
@@ -190,7 +190,7 @@ class QueuedSink:
         self._thread.start()
 
     def begin_stage(self, stage: str, start: int) -> None:
-        """Let the sink begin a stage, after the lines that wait."""
+        """Let the sink begin a stage after it has written the waiting lines."""
         with self._changed:
             self._waiting.append((stage, start))
             self._changed.notify()
@@ -208,7 +208,7 @@ class QueuedSink:
             self._warn(f"does not keep up with the run, and {self._max_lines} lines wait")
 
     def begin_to_close(self, has_failed: bool = False) -> None:
-        """Let the sink write the lines that wait and close, without waiting for it.
+        """Ask the sink to write the waiting lines and then close, and return at once.
 
         If the run has failed, a `FailingSink` is marked as failed before it is closed.
         """
@@ -219,7 +219,7 @@ class QueuedSink:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Wait until the sink has closed, for a limited time, and warn of the number of lines that it lacks."""
+        """Wait for a limited time until the sink has closed, and warn if the sink lacks lines."""
         self.begin_to_close()
         if self._has_closed:
             return
@@ -261,7 +261,7 @@ class QueuedSink:
             )
 
     def _open_or_retry(self) -> MetricSink | None:
-        """Return the sink, or None if the run ends before it could be opened."""
+        """Return the sink, or None if the run ends before the sink could be opened."""
         while True:
             try:
                 return self._open()
@@ -274,7 +274,7 @@ class QueuedSink:
                     return None
 
     def _take_next(self) -> MetricLine | tuple[str, int] | None:
-        """Wait for the next entry and return it, or None if the sink closes and no entry waits."""
+        """Wait for the next entry and return it; return None when the sink closes and the queue is empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closing)
             if not self._waiting:

@@ -20,12 +20,12 @@ from rl_megatron.config.loggers import ProfileConfig
 from rl_megatron.timing import Phases, PhaseTimer, Span, collect_spans
 
 _MAX_ALLOCATIONS = 200_000  # in a snapshot of memory
-# The errors of a full disk: from writing, and from reading torch's truncated JSON file or a truncated gzip file.
+# The errors that a full disk causes: in writing, and in reading a truncated JSON or gzip file.
 _WRITE_ERRORS = (OSError, ValueError, EOFError, zlib.error)
 
 
 class StepProfiler:
-    """The recording of the steps of `profile.steps` on this rank. A step ends when its metrics are recorded."""
+    """The profiler of the steps `profile.steps` on this rank. A step ends when its metrics are recorded."""
 
     def __init__(self, config: ProfileConfig, directory: Path, timer: PhaseTimer, rank: int, is_cuda: bool):
         """Prepare to write profiles to `directory`; `timer` times the stage's phases."""
@@ -39,7 +39,7 @@ class StepProfiler:
         self._profiler: torch.profiler.profile | None = None
 
     def begin(self, step: int) -> None:
-        """Begin to record if the step is to be profiled."""
+        """Begin to record if the step is one of `profile.steps`."""
         if step not in self._config.steps:
             return
         self._step = step
@@ -99,7 +99,7 @@ class StepProfiler:
         log.LOGGER.warning("rank %d: the profile of step %d cannot be written: %s", self._rank, step, reason)
 
     def abandon(self) -> None:
-        """Stop recording a step that does not end, and drop what was recorded."""
+        """Stop recording a step that will not be completed, and drop what was recorded."""
         if not self._step:
             return
         self._step, self._timer.listener, self._running = 0, None, []
@@ -128,10 +128,10 @@ class StepProfiler:
 def convert_spans(spans: Iterable[Span]) -> Iterable[dict[str, object]]:
     """Yield spans as complete events of a trace, in microseconds since 1970.
 
-    Spans of a process that overlap, such as requests to a server, are on different tracks, because the spans of one
-    track must be nested or apart.
+    If spans of a process overlap without being nested, such as requests to a server, they are put on different tracks,
+    because one track cannot show them.
     """
-    tracks_by_process: dict[str, list[list[int]]] = {}  # for each track, the ends of the spans that run
+    tracks_by_process: dict[str, list[list[int]]] = {}  # for each track, the ends of its open spans
     for span in sorted(spans, key=lambda span: (span.began, -span.ended)):
         tracks = tracks_by_process.setdefault(span.process, [])
         for ends in tracks:

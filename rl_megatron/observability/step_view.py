@@ -1,4 +1,4 @@
-"""View what the model sees in a step: every token of its batch with its loss mask, or the prompts that it answers.
+"""Show what the model sees in a step: each token of the batch with its loss mask, or the prompts to answer.
 
 Batches, prompts and microbatches come from the functions that training calls. Neither a model nor a process group is
 needed, and megatron-core is not imported.
@@ -194,14 +194,14 @@ def _view_prompts(
 
 
 class _TokenReader:
-    """The reader of tokens that are shown, from their ids."""
+    """The decoder of token ids into the tokens that are shown."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._special = {*tokenizer.special_tokens.values(), tokenizer.eos_id, tokenizer.pad_id}
 
     def read(self, ids: Sequence[int], trained: Sequence[bool] | None = None) -> list[Token]:
-        """Return the tokens of a sequence. `trained` marks those that count in the loss; if it is None, none does."""
+        """Return the tokens of a sequence. `trained` marks those that count in the loss; None marks none."""
         texts = self._tokenizer.decode_tokens(ids)
         values = zip(ids, texts, trained or [False] * len(ids), strict=True)
         return [Token(token_id, text, flag, token_id in self._special) for token_id, text, flag in values]
@@ -212,7 +212,7 @@ def _join(title: str, location: str) -> str:
 
 
 def _describe_data(stage: StageConfig) -> str:
-    """Return the data source and what it reads, in short."""
+    """Return a short text that names the data source and what it reads."""
     data = stage.data
     paths = [data.path] if isinstance(data.path, str) else list(data.path or ())
     parts = [f"task {data.task['name']}"] if "name" in data.task else []

@@ -13,8 +13,8 @@ from rl_megatron.observability.liveness import Beat, beat_key, list_answers, req
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_MAX_LISTED = 8  # ranks that are listed one by one
-_TICKS_FOR_STACKS = 3  # the number of heartbeats within which ranks should send their stacks
+_MAX_LISTED = 8  # the most ranks that are listed one by one
+_TICKS_FOR_STACKS = 3  # after this many ticks, a report is written without the missing stacks
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class RankState:
 
     @property
     def wait(self) -> str | None:
-        """Return the collective in which the rank waits and the line that called it, or None if it waits in none."""
+        """Return the collective in which the rank waits and the line that called it, or None if it runs other code."""
         return f"{self.beat.collective}, called at {self.beat.at}" if self.beat.collective else None
 
     @property
     def activity(self) -> str:
-        """Return what the rank's main thread does: it waits in a collective, or runs a line."""
+        """Return where the rank's main thread is: in a collective or at a line."""
         return f"in {self.wait}" if self.wait else f"at {self.beat.at}"
 
     def to_record(self) -> dict[str, object]:
@@ -69,11 +69,12 @@ class Diagnosis:
 
 
 def diagnose(states: Sequence[RankState], limit: float) -> Diagnosis | None:
-    """Return which rank hangs, or None if none does.
+    """Return which rank hangs, or None if no rank hangs.
 
     A rank whose heartbeat stopped is named first. If no rank has made progress for `limit` seconds, the rank at the
-    earliest place is named. Ranks at the same place are told apart by what they wait for. In a pipeline, a stage with
-    fewer microbatches done waits for the previous one, so the number of microbatches is compared last.
+    earliest place is named. Among ranks at the same place, one that does not wait in a collective is named, then the
+    one with the fewest microbatches done, then one that waits in another collective than most. Microbatches come
+    second, because a pipeline stage with fewer microbatches done may only wait for the previous stage.
 
     Args:
         states: The states of all ranks.
@@ -118,7 +119,7 @@ def _find_slowest(states: Sequence[RankState]) -> RankState:
 
 
 def describe_hang(diagnosis: Diagnosis, states: Sequence[RankState], ending: str) -> str:
-    """Return the report for people, in one line, with `ending` as its last sentences."""
+    """Return a report for people in one line, which ends with `ending`."""
     if diagnosis.rank is None:
         culprit = f"{diagnosis.reason}: {states[0].beat.place.describe()}"
     else:
@@ -133,7 +134,7 @@ def describe_hang(diagnosis: Diagnosis, states: Sequence[RankState], ending: str
 
 
 def _describe_others(others: Sequence[RankState]) -> str:
-    """Return what the other ranks do. The activity that most of them share comes first."""
+    """Return what the other ranks do, the most common activity first."""
     if not others:
         return ""
     ranks_by_activity: dict[str, list[int]] = {}
@@ -149,7 +150,7 @@ def _describe_others(others: Sequence[RankState]) -> str:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1", "ranks 0, 2 and 3", or their number if they are many."""
+    """Return "rank 1", "ranks 0, 2 and 3" or, for many ranks, "16 ranks (0 … 15)"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > _MAX_LISTED:
@@ -172,7 +173,7 @@ class Watchdog:
         timeout_minutes: float,
         print_line: Callable[[str], object],
     ):
-        """Begin without any heartbeat.
+        """Prepare the watchdog. No heartbeat has been read yet.
 
         Args:
             store: A connection to the store that no other thread uses.

@@ -1,7 +1,7 @@
 """Closed forms of the device memory of a rank. docs/sizing.md and docs/plan.md explain them.
 
-Parameters, gradients and optimizer state are exact. Activations are what the computation itself needs, if all experts
-get the same number of tokens.
+Parameters, gradients and optimizer state are exact. Activations count only what the computation itself needs, and
+assume that all experts get equally many tokens.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def training_bytes(
 
 
 def mean_training_bytes(shape: ShardedShape, stage: int, *, precision: str, distributed: bool) -> TrainingBytes:
-    """Return the bytes of a model without alignment; the optimizer state is the mean over the ranks of a stage.
+    """Return a rank's bytes without alignment; the optimizer state is the mean over the ranks of the pipeline stage.
 
     With adapters, only trained modules have gradients and optimizer state. The function is fast enough for thousands of
     layouts. Unless the model is tiny, `training_bytes` exceeds the result by less than 1 %.
@@ -76,7 +76,7 @@ def mean_training_bytes(shape: ShardedShape, stage: int, *, precision: str, dist
     """
     dense, experts = shape.trained_elements(stage)
     shards, expert_shards = (shape.data_shards, shape.expert_shards) if distributed else (1, 1)
-    # The last summand is the frozen originals of modules that are trained whole beside adapters.
+    # The last summand counts the frozen originals of modules that are trained whole beside adapters.
     whole = sum(shape.elements(stage)) + sum(shape.adapter_elements(stage)) + shape.whole_elements(stage)
     magnitudes = shape.magnitude_elements(stage)  # fp32 in any precision
     state = optimizer_bytes_per_element(precision) * ((dense - magnitudes) / shards + experts / expert_shards)
@@ -88,7 +88,7 @@ def mean_training_bytes(shape: ShardedShape, stage: int, *, precision: str, dist
 
 
 def attention_elements(model: ModelConfig, kind: LayerKind) -> int:
-    """Return the elements of a token's queries, keys, values and outputs of all heads that backward needs.
+    """Return how many elements of a token's queries, keys, values and outputs backward needs, in all heads.
 
     The gated delta rule computes in fp32, so its elements count twice.
     """
@@ -112,7 +112,7 @@ def _delta_rule_elements(shape: DeltaShape) -> int:
 def layer_activation_elements(model: ModelConfig, kind: LayerKind) -> int:
     """Return the elements that a layer keeps for the backward pass of one token, without recomputation.
 
-    They are summed over tensor-parallel ranks; under sequence parallelism, these ranks split all of them.
+    All tensor-parallel ranks together keep that many; under sequence parallelism, they split all of these elements.
     """
     outside = 4 * model.hidden_size + attention_elements(model, kind)
     if not kind.has_experts:
@@ -125,8 +125,8 @@ def layer_activation_elements(model: ModelConfig, kind: LayerKind) -> int:
 def reading_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: str) -> float:
     """Return the temporary bytes on a rank of a stage while the embedded engine reads prompts into its cache.
 
-    Activations between attention and MLP are then whole on every rank. megatron-core keeps a layer's input and the
-    embeddings until its calls return.
+    Activations between attention and MLP are not split over ranks then. megatron-core keeps a layer's input and the
+    embeddings until its functions return.
 
     Args:
         shape: The model in its layout.
@@ -157,9 +157,9 @@ def activation_bytes(
     Args:
         shape: The model in its layout.
         stage: The pipeline stage.
-        tokens: The tokens of a microbatch, over all ranks that share it.
+        tokens: The tokens of a microbatch, before it is split over ranks.
         precision: "bf16" or "fp32".
-        microbatches: The microbatches of an optimizer step, or None for as many as fill the pipeline.
+        microbatches: The number of microbatches of an optimizer step; None means enough to fill the pipeline.
     """
     model, held = shape.model, _microbatches_in_flight(shape, stage, microbatches)
     bytes_by_kind = [
@@ -176,12 +176,12 @@ def activation_bytes(
 def backward_bytes(shape: ShardedShape, stage: int, *, tokens: int, precision: str) -> float:
     """Return the bytes of temporary tensors during the backward pass of an MLP.
 
-    They are the recomputed activation, and the gradients of gate and up.
+    These are the recomputed activation, and the gradients of the gate and up projections.
 
     Args:
         shape: The model in its layout.
         stage: The pipeline stage.
-        tokens: The tokens of a microbatch, over all ranks that share it.
+        tokens: The tokens of a microbatch, before it is split over ranks.
         precision: "bf16" or "fp32".
     """
     model, parallel = shape.model, shape.parallel
@@ -199,7 +199,7 @@ def layer_activation_bytes(shape: ShardedShape, kind: LayerKind, *, tokens: int,
     Args:
         shape: The model in its layout.
         kind: The kind of the layer.
-        tokens: The tokens of a microbatch, over all ranks that share it.
+        tokens: The tokens of a microbatch, before it is split over ranks.
         precision: "bf16" or "fp32".
     """
     model, parallel = shape.model, shape.parallel
@@ -221,7 +221,7 @@ def layer_activation_bytes(shape: ShardedShape, kind: LayerKind, *, tokens: int,
 
 
 def _repeated_elements(model: ModelConfig) -> int:
-    """Return the elements of a token's keys and values repeated for each query head, or 0 without grouped queries.
+    """Return the elements of a token's keys and values after repetition for each query head; 0 without grouped queries.
 
     GPUs need the repetition because the kernel for grouped queries supports neither windows nor fp32.
     """
@@ -230,7 +230,7 @@ def _repeated_elements(model: ModelConfig) -> int:
 
 
 def _microbatches_in_flight(shape: ShardedShape, stage: int, microbatches: int | None) -> float:
-    """Return how many microbatches' activations a stage holds at once; a microbatch counts all layers of the stage.
+    """Return how many microbatches' activations a stage holds at once; 1 means the activations of all its layers.
 
     With p stages of v model chunks, the first stage holds 1 + (p − 1) / (p · v) times as many as without interleaving.
     """
@@ -238,7 +238,7 @@ def _microbatches_in_flight(shape: ShardedShape, stage: int, microbatches: int |
     depth, per_stage = parallel.pipeline, parallel.virtual_pipeline
     if per_stage == 1:
         held = float(depth - stage)
-    else:  # the warmup of the interleaved schedule and the model chunk that runs, each with 1/v of the layers
+    else:  # the passes of the interleaved warmup and the one that runs, each through 1/v of the layers
         held = (2 * (depth - stage - 1) + (per_stage - 1) * depth + 1) / per_stage
     return held if microbatches is None else min(held, float(microbatches))
 
@@ -248,7 +248,7 @@ def logits_bytes(shape: ShardedShape, *, tokens: int, precision: str, fused_head
 
     Args:
         shape: The model in its layout.
-        tokens: The tokens of a microbatch, over all ranks that share it.
+        tokens: The tokens of a microbatch, before it is split over ranks.
         precision: "bf16" or "fp32".
         fused_head: `train.fused_head`, which computes logits for one token block at a time.
     """
@@ -278,7 +278,7 @@ def cache_bytes(shape: ShardedShape, stage: int, *, sequences: int, columns: int
 
 
 def _state_bytes(shape: DeltaShape, precision: str) -> int:
-    """Return the bytes of a sequence's states in a layer with the gated delta rule; its memory is in fp32."""
+    """Return the bytes of a sequence's states in a layer with the gated delta rule; the recurrent state is in fp32."""
     memory = element_bytes("fp32") * shape.values * shape.key * shape.value
     return shape.groups * (memory + element_bytes(precision) * (shape.kernel - 1) * shape.convolved)
 

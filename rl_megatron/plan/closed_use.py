@@ -22,13 +22,14 @@ from rl_megatron.plan import closed_forms
 from rl_megatron.plan.phases import Collective, PhaseName, PhaseUse, RankKind, RankUse
 from rl_megatron.plan.settings import BatchShape, Settings
 
-# The numbers of operators, as counted on the portable layers: in a layer's forward pass without experts, in each
-# expert, in a microbatch's loss with its gradient, and in an optimizer step.
+# The numbers of operators, counted on the portable layers: of a layer's forward pass without its experts, of one
+# expert, of a microbatch's loss and its gradient, and of an optimizer step.
 _OPERATORS_PER_LAYER, _OPERATORS_PER_EXPERT, _OPERATORS_PER_LOSS, _OPERATORS_PER_OPTIMIZER = 14, 8, 300, 20
-# How often a forward and a backward pass read or write what a layer keeps for backward.
+# How often a forward and a backward pass together read or write the bytes that a layer keeps for backward.
 _PASSES_OVER_ACTIVATIONS = 14
-_FORWARD_PASSES = 5  # how many of these are in the forward pass
-# Bytes that the optimizer moves, as a multiple of its state (bf16): the state in and out, gradient and weight once.
+_FORWARD_PASSES = 5  # how many of these accesses are in the forward pass
+# Bytes that the optimizer reads and writes in bf16 training, as a multiple of the size of its state: the state is read
+# and written, and gradient and weight are moved once.
 _UPDATE_TRAFFIC = 2.5
 
 
@@ -147,7 +148,7 @@ class _Phases:
         )  # fmt: skip
 
     def _generate(self) -> PhaseUse:
-        """Return what the embedded engine uses to read the prompts, and then for one forward pass per token."""
+        """Return what the embedded engine uses to read the prompts and then to generate token by token."""
         settings, shape = self._settings, self._shape
         together, prompt, tensor = settings.decoded_together, settings.prompt_tokens, shape.parallel.tensor
         columns = prompt + settings.response_tokens
@@ -191,7 +192,7 @@ class _Phases:
         buffers = min(whole, max(settings.bucket_bytes, largest))
         if not settings.sends_adapter:
             buffers *= min(2, -(-whole // settings.bucket_bytes))
-        else:  # the largest buffer is for the base model, which engines get when they start
+        else:  # engines get the base model when they start, and its buffer is the largest
             whole = (sum(alone.adapter_elements(0)) + alone.whole_elements(0)) * self._size
         number = -(-whole // settings.bucket_bytes)
         sums = Collective("all_reduce", "world", self._shape.world_size, whole // number, number)
@@ -200,7 +201,7 @@ class _Phases:
         return PhaseUse("refit", peak, peak.total - buffers, memory_bytes=4 * whole, collectives=(sums,))
 
     def _with_offload(self, refit: PhaseUse) -> PhaseUse:
-        """Return the use of a weight sync; if servers need the memory, the optimizer state is on the host meanwhile."""
+        """Return the use of a weight sync, with the optimizer state on the host if servers need the memory."""
         settings, (shape, distributed) = self._settings, self._settings.models[0]
         if settings.servers is None or not settings.servers.releases_memory:
             return refit
@@ -213,7 +214,7 @@ class _Phases:
     def _list_layer_collectives(
         self, batch: BatchShape, count: int, *, forwards: int, backwards: int
     ) -> Iterator[Collective]:
-        """Yield the collectives of the layers, for `count` microbatches with these numbers of passes."""
+        """Yield the layers' collectives for `count` microbatches with these numbers of forward and backward passes."""
         model, parallel = self._shape.model, self._shape.parallel
         tokens = self._settings.computed_share * batch.tokens / count  # the mean of a microbatch
         local = tokens / parallel.context
@@ -275,7 +276,7 @@ class _Phases:
                 yield Collective("all_reduce", "data", size, gradients, steps)
 
     def _bytes_of_layer(self, tokens: int) -> float:
-        """Return the bytes that the stage's largest layer keeps for the backward pass of that many tokens."""
+        """Return the bytes that the stage's largest layer keeps for the backward pass of `tokens` tokens."""
         return max(
             closed_forms.layer_activation_bytes(self._shape, kind, tokens=tokens, precision=self._settings.precision)
             for kind in self._kinds

@@ -79,7 +79,7 @@ def plan(config: RunConfig, section: PlanConfig, options: argparse.Namespace) ->
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options that contradict each other or are out of range, before anything is planned."""
+    """Refuse a picture that cannot be written and numbers below 1, before anything is planned."""
     if options.picture is not None:
         _check_picture(Path(options.picture))
     for option, value in (("--top", options.top), ("--verify", options.verify)):
@@ -114,7 +114,7 @@ def build_workload(stage: StageConfig, world_size: int, section: PlanConfig) -> 
 
 
 def _choose_lengths(stage: StageConfig, section: PlanConfig) -> tuple[int, int]:
-    """Return the tokens of a prompt and of a response, by default the most that the model and the stage allow."""
+    """Return the tokens of a prompt and of a response: the settings, or defaults up to the model's maximum length."""
     longest = stage.model.max_sequence_length
     reads_windows = stage.algorithm.learns_from == DOCUMENTS
     prompt = (0 if reads_windows else longest // 2) if section.prompt_tokens is None else section.prompt_tokens
@@ -264,7 +264,7 @@ def _explain_no_command(result: Search, verified: Mapping[int, int]) -> str:
 
 
 def build_command_line(candidate: Candidate, options: argparse.Namespace, stage: str | None, cluster: Cluster) -> str:
-    """Return the command line that trains with a candidate, to be started on each node with its own NODE_RANK."""
+    """Return the command line that trains with a candidate, to be run on each node with that node's NODE_RANK."""
     chosen = candidate.overrides(stage)
     replaced = {*chosen, *_REPLACED}
     kept = [override for override in options.overrides if get_override_key(override) not in replaced]
@@ -273,7 +273,7 @@ def build_command_line(candidate: Candidate, options: argparse.Namespace, stage:
     return _launcher(cluster) + shlex.join(words)
 
 
-# Keys that the search chooses, so that the user's overrides of them are dropped.
+# Keys that the search chooses. The user's overrides of these keys are dropped.
 _REPLACED = frozenset({"train.micro_batch_size", *(f"parallel.{field.name}" for field in fields(ParallelConfig))})
 
 

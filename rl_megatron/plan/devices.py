@@ -11,7 +11,7 @@ from rl_megatron.topology.gpus import GPUS, Gpu
 GIB = 2**30
 
 
-# 10⁹ bytes per second of one GPU in one direction.
+# Bandwidths of one GPU in one direction, in 10⁹ bytes per second.
 LINKS = {"nvlink3": 300.0, "nvlink4": 450.0, "nvlink5": 900.0, "pcie4": 32.0, "pcie5": 64.0}
 NETWORKS = {
     "infiniband_hdr": 25.0,
@@ -30,7 +30,7 @@ class Cluster:
         link_gb_per_s: The bandwidth of a GPU within its node, in one direction.
         network_gb_per_s: The bandwidth of a GPU between nodes, in one direction.
         memory_margin: The share of memory to leave free.
-        compute_efficiency: The share of the GPU's FLOPs that matrix products achieve.
+        compute_efficiency: The share of the GPU's peak FLOP/s that matrix products achieve.
         memory_efficiency: The share of the GPU's memory bandwidth that operators achieve.
         link_efficiency: The share of the links' bandwidth that collectives achieve.
     """
@@ -70,12 +70,12 @@ class Cluster:
 
     @property
     def usable_bytes(self) -> float:
-        """Return the bytes of a GPU that a run may use, without the margin."""
+        """Return the bytes of a GPU that a run may use: all but the margin."""
         return (1 - self.memory_margin) * self.gpu.memory_gib * GIB
 
 
 def _gpu(plan: PlanConfig, name: str) -> Gpu:
-    """Return the table's GPU with the numbers of `plan` in place of its own; an unknown GPU needs all of them."""
+    """Return the table's GPU, with numbers of `plan` in place of its own; an unknown GPU has only those of `plan`."""
     numbers = {
         "memory_gib": plan.gpu_memory_gib,
         "bf16_tflops": plan.gpu_bf16_tflops,
@@ -100,7 +100,7 @@ def _gpu(plan: PlanConfig, name: str) -> Gpu:
 
 
 def _bandwidth(key: str, name: str, table: dict[str, float], override: float | None) -> float:
-    """Return the override, or the bandwidth of a name. An unknown name is refused in both cases."""
+    """Return `override` or, if it is None, the bandwidth of `name`. Refuse an unknown name in both cases."""
     if name and name not in table:
         raise ConfigError(
             f"plan.{key}={name}: the table has no such {key}{nearest(name, table)}; for another one, give "

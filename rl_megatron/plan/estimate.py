@@ -17,7 +17,7 @@ from rl_megatron.plan.settings import Settings
 
 SECONDS_PER_LAUNCH = 5e-6  # host time to launch an operator; the host runs ahead of the GPU unless operators are small
 _SECONDS_PER_COLLECTIVE = 20e-6  # in addition to the time for its bytes
-# The bytes that one of n ranks sends, as a multiple of the whole tensor's bytes · (n − 1) / n.
+# How often one of n ranks sends (n − 1) / n of the whole tensor's bytes; once if not listed.
 _TIMES_SENT = {"all_reduce": 2.0}
 _ROLLOUT_PASSES = ("logprobs", "reference", "values")  # one pass over all sequences of a step, before its updates
 _SEQUENCE_PHASES = (*_ROLLOUT_PASSES, "train_critic", "train")  # whole sequences, in pipelined microbatches
@@ -46,7 +46,7 @@ class PhaseSeconds:
 
     @property
     def total(self) -> float:
-        """Return the time of the phase: the host launches operators while the GPU computes."""
+        """Return the time of the phase. Launching overlaps with computing, so only the longer one counts."""
         return max(self.compute + self.memory, self.launch) + self.communication + self.waiting
 
 
@@ -58,14 +58,14 @@ def estimate_phase(
     microbatches: int,
     computed_share: float = 1.0,
 ) -> PhaseSeconds:
-    """Estimate the time of a phase on the pipeline stage whose use is given.
+    """Estimate the time of a phase on a pipeline stage from what a rank of the stage uses.
 
     Args:
         use: What the phase uses on a rank of the stage.
         cluster: The cluster.
         parallel: The layout.
         precision: "bf16" or "fp32".
-        microbatches: The microbatches that run in the pipeline back to back.
+        microbatches: The number of microbatches that pass through the pipeline back to back.
         computed_share: The share of the phase's operations that kernels compute.
     """
     compute = computed_share * use.flops / (cluster.compute_efficiency * cluster.gpu.tflops(precision) * 1e12)
@@ -89,11 +89,11 @@ def _waiting_share(use: PhaseUse, parallel: ParallelConfig, microbatches: int) -
 
 
 def estimate_collective(collective: Collective, cluster: Cluster, parallel: ParallelConfig) -> float:
-    """Estimate the time of equal collectives: their bytes over the slowest link, and a latency for each.
+    """Estimate the time of equal collectives: to send their bytes over the slowest link, plus a latency for each.
 
-    Each GPU has a network card of its own. A ring over several nodes enters and leaves each node once for each of the
-    group's ranks on the node, so the network cards of these ranks share the bytes. In an all-to-all, each rank sends to
-    ranks of its own node over the link, and to all others over its own network card.
+    Each GPU has a network card of its own. If a group spans several nodes, it uses one ring for each of its ranks on a
+    node, so these ranks' network cards share the bytes. In an all-to-all, each rank sends to ranks of its own node over
+    the link, and to all others over its own network card.
     """
     size = collective.group_size
     if size < 2:
@@ -134,8 +134,9 @@ class StepEstimate:
         phases: The time of each phase, on the pipeline stage that is slowest in it.
         uses: What that stage uses in the phase.
         mfu: Model FLOPs utilisation of training: the operations that the result depends on, as a share of what the GPUs
-            can do in the phase's time. Attention counts as causal, and the head only for tokens that are learned from.
-        tokens_per_second: Tokens of all GPUs' learned sequences per second of the step, prompts included.
+            can do in the phase's time. Attention counts as causal, and the head only for tokens that are trained on.
+        tokens_per_second: The tokens of all sequences that a step trains on, prompts included, divided by the time of
+            the step.
     """
 
     phases: dict[str, PhaseSeconds]
@@ -168,7 +169,7 @@ def estimate_step(uses: Sequence[RankUse], settings: Settings, cluster: Cluster)
 def _model_flops(settings: Settings) -> float:
     """Return the model FLOPs of a training step, as the mean over ranks: the operations that its result depends on.
 
-    Padding does not count, and the head counts only for tokens that are learned from.
+    Padding does not count, and the head counts only for tokens that are trained on.
     """
     stages = settings.shape.parallel.pipeline
     whole = settings.microbatch
@@ -179,7 +180,7 @@ def _model_flops(settings: Settings) -> float:
 
 
 def _computed_share(settings: Settings, name: PhaseName, stage: int) -> float:
-    """Return the share of a phase's operations that kernels compute; causal attention's kernels skip masked tokens."""
+    """Return the share of a phase's operations that kernels compute; kernels of causal attention skip masked tokens."""
     reads = name in _ROLLOUT_PASSES
     if name not in _SEQUENCE_PHASES:
         return 1.0

@@ -34,7 +34,7 @@ _GROUPS: dict[str, GroupName] = {
 }  # fmt: skip
 _TORCH = str(Path(torch.__file__).parent)
 _FAKE_CUDA = str(Path(fake_cuda.__file__).parent)
-_SKIPPED_FILES = (_FAKE_CUDA, transfer.__file__, __file__, "<")  # operators called there count for the caller
+_SKIPPED_FILES = (_FAKE_CUDA, transfer.__file__, __file__, "<")  # an operator called there counts at its caller's line
 # Operators that allocate or rename memory, and launch nothing.
 _NO_KERNELS = {
     f"aten::{name}"
@@ -58,7 +58,8 @@ class Ledger(fake_cuda.Observer):
     Attributes:
         logits_width: The size of the last dimension of logits, or None if no tensor counts as logits.
         held: Live bytes on the device by the location (file and line) that allocated them.
-        held_at_peak: `held` at the peak of the current phase, if `keeps_locations`, which takes time.
+        held_at_peak: `held` at the peak of the current phase; recorded only with `keeps_locations`, because it takes
+            time.
     """
 
     def __init__(self, keeps_locations: bool = False) -> None:
@@ -102,9 +103,9 @@ class Ledger(fake_cuda.Observer):
 
     @contextmanager
     def phase(self, name: PhaseName) -> Iterator[list[Measured]]:
-        """Count the block of a `with` statement as a phase. Its use is appended to the list when the block ends.
+        """Count the block of a `with` statement as a phase, and append its use to the yielded list at the end.
 
-        In "build", memory that is labelled at the end counts under its label, and freed memory counts as activations.
+        In "build", memory counts under the label that it has at the end, and memory freed before counts as activations.
         """
         self._begin()
         result: list[Measured] = []
@@ -234,7 +235,7 @@ class _Allocation:
 
 
 def _relabel(peaks: dict[str, Live], end: Live) -> dict[str, Live]:
-    """Return the peaks above `end` with the categories of `end`; memory that was freed since counts as activations."""
+    """Return `end`, and all peaks above it with its categories; memory freed after a peak counts as activations."""
     index = CATEGORIES.index("activations")
     above = {location: sum(live) - sum(end) for location, live in peaks.items() if sum(live) > sum(end)}
     higher = {location: (*end[:index], end[index] + more, *end[index + 1 :]) for location, more in above.items()}

@@ -25,8 +25,8 @@ class Measured:
     Attributes:
         peaks: For each location (file and line) that allocates, the highest live bytes after one of its allocations.
         start_bytes: The live bytes at the beginning; `end_bytes` are those at the end.
-        host_bytes: The host memory of the rank at its peak.
-        timeline: (number of the operator, live bytes after it).
+        host_bytes: The peak host memory of the rank.
+        timeline: Points (number of an operator, live bytes after it).
     """
 
     name: PhaseName
@@ -87,7 +87,7 @@ def repeat(one: Measured, count: float) -> Measured:
 
 
 def combine_sequential(parts: Sequence[Measured]) -> Measured:
-    """Return what all parts use, with the memory of the part that has the highest peak."""
+    """Return the sum of what the parts use, with the memory of the part that has the highest peak."""
     highest = max(parts, key=lambda part: sum(part.peak))
     host_bytes = max(part.host_bytes for part in parts)
     return replace(highest, counts=_sum(*((1.0, part) for part in parts)), host_bytes=host_bytes)
@@ -101,8 +101,8 @@ def subtract(whole: Measured, more: Measured, less: Measured, factor: float) -> 
 def extrapolate_depth(shallow: Measured, deep: Measured, factor: float) -> Measured:
     """Return shallow + factor · (deep − shallow), memory included.
 
-    The peak of few layers may be at another location than the peak of many. So the live bytes are extrapolated for each
-    location, and the highest of them is the peak.
+    With few layers, the peak may be at another location than with many. So the live bytes are extrapolated for each
+    location, and the highest result is the peak.
     """
     start_bytes = _extrapolate(shallow.start_bytes, deep.start_bytes, factor)
     end_bytes = _extrapolate(shallow.end_bytes, deep.end_bytes, factor)
@@ -129,8 +129,8 @@ def combine_decoding(prompts: Measured, first: Measured, last: Measured, tokens:
 
     Args:
         prompts: The use while the prompts are read.
-        first: The use of the first token of each completion.
-        last: The use of the last token, which reads the longest cache. On average, a token uses the mean of both.
+        first: The use while the first token of each completion is generated.
+        last: The same for the last token, which reads the longest cache. On average, a token uses the mean of both.
         tokens: The tokens of each completion.
         rounds: The number of times that the slots are filled.
     """

@@ -48,7 +48,7 @@ class Collective:
 
     Attributes:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "recv".
-        bytes: The bytes of the whole tensor on one rank, for each call.
+        bytes: The bytes of one call on one rank: of its input or its output, whichever is larger.
     """
 
     kind: str
@@ -69,8 +69,8 @@ class PhaseUse:
         kernels: The operators that were launched.
         memory_bytes: The bytes that these operators read and write.
         syncs: The host syncs: (file and line, how often).
-        host_bytes: The peak host memory of this rank, including what it holds throughout.
-        timeline: (number of the operator, live bytes after it), for a picture.
+        host_bytes: The peak host memory of this rank, including what it holds during the whole phase.
+        timeline: Points (number of an operator, live bytes after it), for a picture.
     """
 
     name: PhaseName

@@ -52,7 +52,7 @@ class PhaseCounter(Protocol):
     """The counter of a phase: `Ledger` on fake GPUs. On a real device, another class may measure the same phases."""
 
     def phase(self, name: PhaseName) -> AbstractContextManager[list[Measured]]:
-        """Count the block of a `with` statement as a phase. Its use is appended to the list when the block ends."""
+        """Count the block of a `with` statement as a phase, and append its use to the yielded list at the end."""
         ...
 
     def label(self, tensors: Iterable[Tensor | None], category: str) -> None:
@@ -147,11 +147,11 @@ class RankPhases:
         return self._run_microbatches(run, work.sequences_per_step, work.microbatches_of_rollout)
 
     def train(self) -> Measured:
-        """Take the policy's optimizer steps of a training step."""
+        """Run the policy's optimizer steps of one training step."""
         return self._run_training("train", self.policy, configured_loss(self.workload.stage.loss))
 
     def train_critic(self) -> Measured:
-        """Take the critic's optimizer steps of a training step."""
+        """Run the critic's optimizer steps of one training step."""
         assert self.workload.critic is not None  # the phase is run only with a critic
         return self._run_training("train_critic", self.critic, configured_loss(self.workload.critic.loss))
 
@@ -273,7 +273,7 @@ class RankPhases:
                 sender = WeightSender(policy.model, AdapterExporter)
             for filled in _fill_buckets(sender.get_exporter(max_bytes)):
                 dist.all_reduce(filled)
-        if offloads and policy.optimizer is not None:  # training does so, too; the host keeps its copies
+        if offloads and policy.optimizer is not None:  # as training does; the copies on the host stay allocated
             policy.memory.restore_optimizer()
             self._label(policy)
             copies = sum(s.tensor.nbytes for s in offloadable_states(policy.optimizer, policy.model.model_chunks))
@@ -302,7 +302,7 @@ class RankPhases:
 
 
 def _fill_buckets(exporter: WeightExporter, num_buffers: int = 2) -> Iterator[Tensor]:
-    """Yield the filled buckets of an exporter, with `num_buffers` buffers in turn."""
+    """Yield the filled buckets of an exporter, which use `num_buffers` buffers in turn."""
     buckets = exporter.plan.buckets
     buffers = [exporter.allocate_buffer() for _ in buckets[:num_buffers]]
     for index, _ in enumerate(buckets):

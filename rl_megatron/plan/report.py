@@ -52,7 +52,7 @@ class Report:
 
     @property
     def free_share(self) -> float:
-        """Return the share of a GPU's memory that is free at the peak; it is negative if the peak exceeds it."""
+        """Return the share of a GPU's memory that is free at the peak; negative if the peak exceeds the memory."""
         return 1 - self.peak_bytes / (self.cluster.gpu.memory_gib * GIB)
 
     @property
@@ -62,7 +62,7 @@ class Report:
 
     @property
     def host_bytes_per_node(self) -> int:
-        """Return the peak host memory of a node's ranks, over all phases."""
+        """Return a node's host memory, if each of its ranks needs the highest peak of any planned rank and phase."""
         return self.cluster.gpus_per_node * max(phase.host_bytes for use in self.uses for phase in use.phases)
 
     def as_json(self) -> dict[str, Any]:

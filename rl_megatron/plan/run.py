@@ -41,9 +41,10 @@ def run_as_rank(workload: Workload, rank: int, ledger: Ledger) -> Iterator[Topol
 
 
 def count_use(workload: Workload, rank: int, *, exact: bool = False) -> RankUse:
-    """Run each phase of a step as `rank`, and return what it uses. The process must not have started a device.
+    """Run each phase of a step as `rank`, and return what the phases use. The process must not have started a device.
 
-    With `exact`, all layers are run. Otherwise deep stacks of equal layers are run at two depths.
+    With `exact`, all layers are run. Otherwise, deep stacks of equal layers are run at two smaller depths and
+    extrapolated.
 
     Raises:
         ConfigError: A phase cannot be run, or this process has started another device.
@@ -64,7 +65,7 @@ def _count_at_two_depths(
     shallow, deep, factor = depths
     others: list[PhaseName] = [name for name in phases if name not in _FORWARD]
     forward: list[PhaseName] = [name for name in phases if name in _FORWARD]
-    earlier: list[PhaseName] = [name for name in phases if name == "refit"]  # it frees gradients until training
+    earlier: list[PhaseName] = [name for name in phases if name == "refit"]  # it frees the gradients until training
     # Each phase has a run of its own: a weight sync frees gradients, and a save follows training, which allocates them.
     whole = [phase for name in others for phase in run_phases(workload, rank, Ledger(), [name])]
     shallow_phases, deep_phases = (
@@ -154,7 +155,7 @@ def list_phases(workload: Workload) -> tuple[PhaseName, ...]:
     return tuple(name for name, is_present in present.items() if is_present)
 
 
-_SHALLOW = 2  # equal layers of a model chunk, or periods of them, in the shallower of the two runs
+_SHALLOW = 2  # how many equal layers, or periods of layers, a model chunk has in the shallower of the two runs
 
 
 def choose_depths(workload: Workload, stage: int) -> tuple[Workload, Workload, float] | None:

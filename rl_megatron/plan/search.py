@@ -72,7 +72,7 @@ class Candidate:
         return replace(base, model=shape.model, parallel=shape.parallel, train=train, generation=generation)
 
     def overrides(self, stage: str | None) -> dict[str, str]:
-        """Return the keys that the search has chosen, as overrides of `train`. `stage` is None for a run with one."""
+        """Return the chosen keys as overrides for `rl-megatron train`. `stage` is None if the run has one stage."""
         settings, parallel = self.settings, self.settings.shape.parallel
         prefix = "" if stage is None else f"stages.{stage}."
         usual = ParallelConfig()
@@ -112,7 +112,7 @@ class Search:
 
 
 def search(workload: Workload, cluster: Cluster, mean_response_tokens: int | None = None) -> Search:
-    """Find the layouts that fit a cluster, fastest first. The workload is that of a stage from `without_layout`.
+    """Find the layouts that fit a cluster, fastest first. `workload` is that of a stage made by `without_layout`.
 
     By default, all responses have the maximum length.
     """
@@ -120,7 +120,7 @@ def search(workload: Workload, cluster: Cluster, mean_response_tokens: int | Non
 
 
 def without_layout(stage: StageConfig) -> StageConfig:
-    """Return the stage with simple values of the keys to be searched, because its own layout need not fit."""
+    """Return the stage with simple values of the keys to be searched, because its own may not fit the cluster."""
     group = 2 if isinstance(stage.algorithm, PairsConfig) else 1
     train = replace(stage.train, batching="padded", micro_batch_size=group, fused_head=False, reference="resident")
     model = replace(stage.model, recompute="none")
@@ -141,7 +141,8 @@ class _Searcher:
         self._per_step = min(workload.stage.train.global_batch_size, workload.sequences_per_step)
         self._rejected: Counter[str] = Counter()
         self._candidates: list[Candidate] = []
-        # Combinations of each layout: recomputation, fused head, sequences of a microbatch, batching, placement.
+        # For each layout, all combinations of recomputation, fused head, sequences per microbatch, batching and
+        # placement.
         self._combinations = len(_RECOMPUTE) * 2 * len(_SEQUENCES) * len(_BATCHING) * len(self._placements)
 
     def run(self) -> Search:
@@ -178,7 +179,7 @@ class _Searcher:
                                 )  # fmt: skip
 
     def _try_layout(self, parallel: ParallelConfig) -> None:
-        """Keep the combinations of a layout that fit, and count the others by their reasons."""
+        """Keep the combinations of a layout that fit, and count the others by the reason why they are rejected."""
         cluster, all_of_them = self._cluster, self._combinations
         if parallel.tensor > cluster.gpus_per_node:
             return self._reject(REASONS["node"], all_of_them)
@@ -228,7 +229,7 @@ class _Searcher:
             if sequences > rank_sequences:
                 self._reject(REASONS["microbatch"], combinations)
                 continue
-            # Packs are balanced, so even the largest may have fewer sequences than its limit.
+            # Packs are balanced, so even the largest may have fewer sequences than the limit.
             most = MicrobatchSizes.from_sequences(self._per_step, data, sequences, "packed", group_size=group).largest
             sized = replace(template, batches=Batches.from_layout(workload, layout, most, "packed", multiple))
             for fused_head in (False, True):
@@ -276,7 +277,7 @@ class _Searcher:
         return None
 
     def _with_fewer_decoded(self, settings: Settings) -> Settings | str:
-        """Return the settings with as many sequences decoded together as fit, or why not even a few fit."""
+        """Reduce the sequences decoded together until all phases fit; return the settings, or why they do not fit."""
         while True:
             peaks = _peaks(settings)
             if max(peaks.values()) <= self._cluster.usable_bytes:
@@ -295,7 +296,7 @@ class _Searcher:
 
 
 def _list_stage_depths(num_layers: int, pipeline: int) -> Iterator[tuple[int | None, int]]:
-    """Yield (layers of the last stage, or None if all stages have equally many; model chunks of a stage)."""
+    """Yield pairs: layers of the last stage (None if all stages have equally many), model chunks of a stage."""
     if pipeline == 1:
         yield None, 1
         return
@@ -319,6 +320,6 @@ def _peaks(settings: Settings) -> dict[str, int]:
 
 
 def extract_rule(error: ConfigError) -> str:
-    """Return the rule that a layout breaks, without its numbers: "parallel.tensor must divide model.hidden_size"."""
+    """Return the broken rule without numbers, such as "parallel.tensor must divide model.hidden_size"."""
     clause = re.split(r"[;:]|, which", str(error))[0]
     return re.sub(r"=(\d+|true|false)|( = \d+)|(?<=world size) \d+|\b\d+ (?=ranks)", "", clause)

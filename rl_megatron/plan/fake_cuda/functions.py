@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class Functions(TorchFunctionMode):
-    """A mode that replaces functions whose C++ code asks the CUDA driver, and gives all others "meta" for "cuda"."""
+    """A mode that replaces functions whose C++ code asks the CUDA driver, and passes "meta" for "cuda" to others."""
 
     def __init__(self, sides: Sides):
         super().__init__()
@@ -65,7 +65,7 @@ class Functions(TorchFunctionMode):
         return self._sides.find_device(tensor) == CPU
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return `tensor.to(…)`. Whether to copy is decided here, because C++ would compare the meta devices."""
+        """Return `tensor.to(…)`. Decide here whether to copy, because C++ would see only meta devices."""
         device, dtype, flags = kwargs.pop("device", None), kwargs.pop("dtype", None), []
         for arg in args:
             if isinstance(arg, torch.dtype):
@@ -165,7 +165,7 @@ def _attention(
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Return RMSNorm by one operator, as torch computes it on a GPU; torch built without CUDA would call many."""
+    """Compute RMSNorm with one operator, as torch does on a GPU; torch built without CUDA would call many operators."""
     if is_meta(x) and weight is not None:
         return _RmsNorm.apply(x, weight)
     with torch._C.DisableTorchFunction():

@@ -71,7 +71,7 @@ class Operators(TorchDispatchMode):
                     f"{func.name()} returns a number of values that depends on the data, which is unknown without a GPU"
                 )
             self._check_devices(func, args, kwargs, tensors)
-            # On meta tensors, torch up to 2.12 mistakes this operator's dtype argument for a factor, so it is not run.
+            # torch up to 2.12 mistakes this operator's dtype argument for a factor on meta tensors. So do not run it.
             result = kwargs["out"] if func is aten.addmm.dtype_out else func(*args, **kwargs)
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor) and tensor.is_meta:
@@ -146,5 +146,5 @@ def _non_blocking(args: tuple, kwargs: dict) -> bool:
 
 
 def _planned_value(dtype: torch.dtype) -> bool | int | float:
-    """Return the value of a read from the device: 1 for floats and true for flags, so that a step continues; else 0."""
+    """Return what a read from the device gives: 1 for floats and True for flags, so that a step continues; else 0."""
     return 1.0 if dtype.is_floating_point else dtype == torch.bool

@@ -1,11 +1,11 @@
-"""The functions of torch and megatron-core that `FakeCuda` replaces while it is active.
+"""The functions of torch and megatron-core that `FakeCuda` replaces while it is active, with the reasons.
 
 - Functions of `torch.cuda` ask the driver, for streams, events, generators and memory.
 - `Module._apply` drops the Python attributes of parameters that change their device from "cpu" to "meta".
 - For a backward pass, torch switches off the mode of functions.py, although the pass runs Python code.
-- `UntypedStorage.resize_`, by which megatron-core frees gradient buffers, is not an operator that a mode sees.
-- `new_group` would write an entry to the store for each of thousands of groups without this rank.
-- megatron-core reads the generator's state, and the number of tokens of each expert.
+- `UntypedStorage.resize_`, by which megatron-core frees gradient buffers, is not an operator, so no mode sees it.
+- `new_group` would write an entry to the store for each of the thousands of groups that this rank is not in.
+- megatron-core reads values that do not exist: the generator's state, and the number of tokens of each expert.
 """
 
 from __future__ import annotations

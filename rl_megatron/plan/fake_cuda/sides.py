@@ -28,7 +28,7 @@ class Observer:
         """Take note of a tensor that an operator returned, on the device or the host. Its storage need not be new."""
 
     def on_resize(self, storage: torch.UntypedStorage) -> None:
-        """Take note that the size of a storage may have changed; it is 0 while the memory is freed."""
+        """Take note that the size of a storage may have changed; the size is 0 while the memory is freed."""
 
     def on_launch(self, operator: OpOverload, args: tuple, kwargs: dict, result: object) -> None:
         """Take note of an operator on the device."""
@@ -41,7 +41,7 @@ class Observer:
 
 
 class Sides:
-    """The device and the host of an active `FakeCuda`."""
+    """The state of an active `FakeCuda`: its observer, and which tensors without data are on the host."""
 
     def __init__(self, observer: Observer):
         self.observer = observer
@@ -49,7 +49,7 @@ class Sides:
         self._on_host: set[int] = set()  # storages of tensors on the host that are too large to be real
 
     def find_device(self, tensor: Tensor) -> torch.device:
-        """Return the device that a tensor pretends to be on. It is not read from `tensor.device`, which calls this."""
+        """Return the device that a tensor pretends to be on. Do not read `tensor.device`, which calls this method."""
         if not is_meta(tensor):
             return CPU
         return CPU if self.is_on_host(tensor) else CUDA

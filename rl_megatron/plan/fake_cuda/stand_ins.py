@@ -37,7 +37,7 @@ def list_stand_ins() -> list[tuple[object, str, object]]:
         # The flash kernel for packs needs the lengths on the device. For equal lengths, the other path does the same
         # work.
         (PortableAttention, "attends_within_pack", _return_false),
-        # The check needs reports of other ranks, which do not exist.
+        # The check needs reports of other ranks, but these ranks do not run.
         (WeightExporter, "check_coverage", _do_nothing),
     ]
 
