@@ -79,7 +79,9 @@ def _read_problems(stage: StageConfig, eval_set: EvalSetConfig) -> SetProblems:
     task = source.task()
     problems = task.train_problems() if _is_whole_file(eval_set) else task.heldout_problems()
     number = eval_set.num_problems
-    if not problems or len(problems) < (number or 0):
+    if not problems:
+        raise ConfigError(f"task={dict(eval_set.task or {})} holds out no problems; set its options so that it does")
+    if len(problems) < (number or 0):
         raise ConfigError(
             f"num_problems={number} exceeds the {len(problems)} problems; lower it, or leave it out to use all of them"
         )

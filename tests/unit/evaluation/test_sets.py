@@ -197,9 +197,13 @@ def test_mistakes_in_files_and_tasks_name_the_set(one, message):
         check_set_files(stage_with(one), None)
 
 
-def test_too_few_problems_are_refused():
+def test_too_few_problems_are_refused(tmp_path):
     stage = stage_with("{name: a, task: arithmetic, num_problems: 999999}")
     with pytest.raises(ConfigError, match="the set a: num_problems=999999 exceeds the"):
+        read_set_problems(stage, stage.eval.sets[0])
+    (tmp_path / "all.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 4)
+    stage = stage_with(f"{{name: a, task: {{name: gsm8k, heldout_fraction: 0}}, path: {tmp_path / 'all.jsonl'}}}")
+    with pytest.raises(ConfigError, match="the set a: task=.*'heldout_fraction': 0.* holds out no problems"):
         read_set_problems(stage, stage.eval.sets[0])
 
 
