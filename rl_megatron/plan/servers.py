@@ -33,7 +33,7 @@ class Servers:
 
     @classmethod
     def from_workload(cls, workload: Workload, cluster: Cluster) -> Self | None:
-        """Return the processes of a workload's engine, or None if the policy itself generates or nothing is sampled."""
+        """Return the processes of a workload's engine, or None if there are none, as if the policy itself generates."""
         if not workload.syncs_weights:
             return None
         stage, generation, num_bytes = workload.stage, workload.stage.generation, 0
@@ -48,9 +48,9 @@ class Servers:
         return cls(generation.engine, releases_memory(generation), num_bytes)
 
     def add_memory_to(self, phases: Iterable[PhaseUse]) -> tuple[PhaseUse, ...]:
-        """Add the memory of servers on the same GPU to the policy's phases in which they hold it.
+        """Add the memory of servers on the policy's GPUs to each phase in which they hold it.
 
-        At the first weight sync, servers have just started and hold all their memory.
+        All servers hold it during `refit`: at the first weight sync, they have just started.
         """
         return tuple(
             replace(phase, peak=replace(phase.peak, servers=self.bytes_on_gpu))

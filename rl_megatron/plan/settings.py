@@ -1,4 +1,4 @@
-"""The numbers of a workload that closed forms and estimates need, with the shapes of its microbatches."""
+"""The numbers that closed forms and estimates need about a workload, and the shapes of its microbatches."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Batches:
 
     Attributes:
         step: One optimizer step.
-        training: All optimizer steps. The last step of a pass may have fewer sequences.
+        training: All optimizer steps. The last one of each pass over the rollouts may have fewer sequences.
         rollout: A forward pass over all sequences, as for logprobs.
-        learned_sequences: The number of sequences over all ranks, without padding, each counted once per update that
-            learns from it.
+        learned_sequences: The number of sequences over all ranks, without padding; a sequence counts once for each
+            update that trains on it.
     """
 
     step: BatchShape
@@ -77,11 +77,11 @@ class Batches:
         """Plan the batches of a workload in any layout.
 
         Args:
-            workload: The workload, whose layout and batching are not read.
+            workload: The workload; its own layout and batching are ignored.
             layout: The layout.
             most: The most sequences of a microbatch.
             kind: `train.batching`.
-            multiple: The number of microbatches is a multiple of this.
+            multiple: The number of microbatches is rounded up to a multiple of this.
         """
 
         def shape(sequences: int, times: int, group_size: int) -> BatchShape:
@@ -114,7 +114,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers of a workload that closed forms and estimates need. The search changes some of them.
+    """The numbers that closed forms and estimates need about a workload. The search changes some of them.
 
     Attributes:
         shape: The model in its layout, with its recomputation.
@@ -122,15 +122,15 @@ class Settings:
         distributed: `optimizer.distributed`.
         pads: Whether every sequence is padded to the longest of its batch.
         reference: Where the reference policy is kept, or None if the stage needs no reference policy.
-        recomputes_logprobs: Whether the policy computes logprobs before it learns.
+        recomputes_logprobs: Whether the policy computes the logprobs of a rollout before training on it.
         critic_distributed: `distributed` of the critic's optimizer, or None without a critic.
-        completions: Completions that each model replica generates in a step, or 0.
+        completions: Completions that each model replica generates in a step; 0 if the policy does not generate.
         prompts: The number of different prompts of these completions.
         decoded_together: The completions that are decoded together.
         response_tokens: The tokens of the longest response.
         bucket_bytes: The bytes of a bucket of a weight sync, or 0 if weights are not sent.
         sends_adapter: Whether a weight sync sends only the adapter.
-        servers: The rollout engine's processes, or None if the policy itself generates or no GPU is chosen.
+        servers: The rollout engine's processes; None if there are none, or if no type of GPU is chosen.
     """
 
     shape: ShardedShape
@@ -154,7 +154,7 @@ class Settings:
 
     @classmethod
     def from_workload(cls, workload: Workload, mean_response_tokens: int | None = None) -> Self:
-        """Return the settings of a workload; without a mean, all responses have the maximum length.
+        """Return the settings of a workload. Without `mean_response_tokens`, all responses have the maximum length.
 
         Raises:
             ConfigError: The mean exceeds the longest response.
@@ -202,7 +202,7 @@ class Settings:
 
     @property
     def models(self) -> list[tuple[ShardedShape, bool]]:
-        """Return the shapes of the trained models, the policy first, and whether their optimizer state is split."""
+        """Return the shape of each trained model, the policy first, and whether its optimizer state is sharded."""
         policy = (self.shape, self.distributed)
         if self.critic_distributed is None:
             return [policy]
@@ -210,11 +210,11 @@ class Settings:
 
     @property
     def copies_on_device(self) -> bool:
-        """Return whether a reference policy has its own weights on the device. Beside adapters it uses the base."""
+        """Return whether a reference policy has its own weights on the device. With adapters, it uses the policy's."""
         return self.reference == "resident" and self.shape.lora is None
 
     def count_static_bytes(self, stage: int) -> Bytes:
-        """Return what a rank of a stage holds between phases: weights, gradients and optimizer state of all models."""
+        """Return what a rank of a pipeline stage holds between phases: all weights, gradients and optimizer states."""
         model_bytes = [
             closed_forms.mean_training_bytes(shape, stage, precision=self.precision, distributed=distributed)
             for shape, distributed in self.models
@@ -233,9 +233,9 @@ class Settings:
 
     @property
     def computed_share(self) -> float:
-        """Return the computed tokens of a step, as a share of those if all responses had the maximum length."""
+        """Return a step's computed tokens, divided by those of a step whose responses all have the maximum length."""
         return 1.0 if self.pads else self.useful_share
 
     def mean_number(self, batch: BatchShape, at_least: int = 1) -> int:
-        """Return how many microbatches a batch has with responses of the mean length, but at least `at_least`."""
+        """Return the number of a batch's microbatches if responses have the mean length, at least `at_least`."""
         return min(batch.number, max(at_least, math.ceil(self.computed_share * batch.number)))

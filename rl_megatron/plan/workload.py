@@ -23,7 +23,7 @@ class MicrobatchSizes:
 
     Attributes:
         counts: (sequences of a microbatch, how many such microbatches there are), the largest first. Padding sequences
-            count if they are as wide as others. Microbatches that only fill an interleaved pipeline count, too.
+            count only with `padded` batching. Microbatches that only fill an interleaved pipeline count, too.
     """
 
     counts: tuple[tuple[int, int], ...]
@@ -40,9 +40,10 @@ class MicrobatchSizes:
             most: The most sequences of a microbatch.
             kind: `train.batching`.
             group_size: The sequences that have to share a microbatch.
-            multiple: The number of microbatches is a multiple of this: the stages of an interleaved pipeline.
+            multiple: The number of microbatches is rounded up to a multiple of this: the number of an interleaved
+                pipeline's stages, otherwise 1.
         """
-        groups = -(-sequences // (data * group_size))  # of a rank; padding sequences have one token unless padded
+        groups = -(-sequences // (data * group_size))  # of a rank; only `padded` counts padding sequences
         most = min(most, groups * group_size)
         number = -(-groups * group_size // most)
         if kind == "padded":
@@ -91,9 +92,9 @@ class Workload:
     """A stage on a number of ranks. Every sequence has the same number of tokens.
 
     Attributes:
-        prompt_tokens: The tokens of a prompt; they are read, but not learned from.
+        prompt_tokens: The tokens of a prompt, which are not trained on.
         response_tokens: The tokens of a response, or of any other text that is trained on.
-        recomputes_logprobs: Whether the policy computes the logprobs of a rollout before it learns from it.
+        recomputes_logprobs: Whether the policy computes the logprobs of a rollout before training on it.
         head: The policy's head: "score" for a reward model.
     """
 
@@ -173,7 +174,7 @@ class Workload:
         if train.batching == "padded":
             return train.micro_batch_size
         length = self.padded_tokens
-        if train.batching == "packed":  # sequence-parallel ranks split only the whole pack
+        if train.batching == "packed":  # only the whole pack is padded for sequence parallelism
             length = round_up(self.sequence_tokens, zigzag_slices(parallel.context))
         budget = train.micro_batch_tokens // sequence_multiple(parallel) * sequence_multiple(parallel)
         fits = budget // length // self.group_size * self.group_size
@@ -194,7 +195,7 @@ class Workload:
 
     @property
     def filled_multiple(self) -> int:
-        """Return what a step's number of microbatches must be divisible by; the smallest is repeated to reach it."""
+        """Return the divisor of a step's number of microbatches, which is reached by repeating the smallest one."""
         parallel = self.stage.parallel
         return parallel.pipeline if parallel.virtual_pipeline > 1 else 1
 
@@ -210,7 +211,7 @@ class Workload:
 
     @property
     def optimizer_batches(self) -> list[tuple[int, int]]:
-        """Return the global batches of a training step: (sequences over all ranks, how many optimizer steps)."""
+        """Return (sequences of a global batch, how many optimizer steps have such a batch) for a training step."""
         algorithm, size = self.stage.algorithm, min(self.stage.train.global_batch_size, self.sequences_per_step)
         if not isinstance(algorithm, PolicyGradientConfig):
             return [(size, 1)]
@@ -220,7 +221,7 @@ class Workload:
 
     @property
     def idle_ranks(self) -> int:
-        """Return how many data-parallel ranks have no sequence of a global batch."""
+        """Return how many data-parallel ranks get no sequence of a global batch."""
         return max(0, self.data - self.optimizer_batches[0][0] // self.group_size)
 
     @property

@@ -1,1 +1,1 @@
-"""The interface between policies and algorithms, under NeMo RL's name."""
+"""The interface between policies and algorithms, named as in NeMo RL."""

@@ -34,7 +34,7 @@ class ReferenceLogprobOutputSpec(TypedDict):
 class TopkLogitsOutputSpec(TypedDict):
     """The results `topk_logits` [B, S, k] fp32 and `topk_indices` [B, S, k] int64: the k largest logits and their ids.
 
-    Entry t is read after token t, so it predicts token t+1.
+    Entry t has the logits after token t, which predict token t+1.
     """
 
     topk_logits: Tensor
@@ -81,7 +81,7 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Write weights, optimizer, scheduler and position, so that training can continue bitwise."""
+        """Write weights, optimizer, scheduler and data position, so that continued training is bitwise the same."""
 
     @abstractmethod
     def shutdown(self) -> bool:

@@ -23,13 +23,13 @@ class AnswerCache:
     """
 
     def __init__(self, directory: str | None):
-        """Use a directory; None is rl_megatron/judge in $XDG_CACHE_HOME or ~/.cache. With "off", nothing is kept."""
+        """Use a directory. None: rl_megatron/judge in $XDG_CACHE_HOME or ~/.cache. "off": no answer is kept."""
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl_megatron" / "judge"
         self._directory = None if directory == OFF else Path(directory).expanduser() if directory else default
 
     @staticmethod
     def key(request: Mapping[str, object]) -> str:
-        """Return the digest of a request, which is plain data."""
+        """Return the digest of a request, which must be valid JSON data."""
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def get(self, key: str) -> str | None:

@@ -44,7 +44,7 @@ class _FailedAttempt:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A URL that accepts JSON by POST, and the connections to it, which the first request opens.
+    """A URL that accepts JSON by POST, and its connections, which are opened by the first request.
 
     Attributes:
         url: The full URL of the requests.
@@ -52,7 +52,7 @@ class Endpoint:
         request_seconds: How long one attempt may take.
         retries: The number of attempts after the first.
         backoff_seconds: The wait before the first retry. It doubles for each further one. A random part, up to half, is
-            subtracted, so that many requests are not repeated at the same moment.
+            subtracted, so that requests that failed together are not repeated together.
         longest_wait_seconds: The longest wait, even if the server's header `Retry-After` asks for a longer one.
     """
 
@@ -72,7 +72,7 @@ class Endpoint:
         if parts.scheme not in ("http", "https") or not parts.host:
             raise ValueError(f"url={log.redact(self.url)!r} must be an address such as http://127.0.0.1:8000/v1")
         if parts.userinfo:
-            raise ValueError("url has a user or a password, which would be logged; name a variable in api_key_env")
+            raise ValueError("url has a user or a password, which would be logged; set api_key_env instead")
         for name in ("request_seconds", "longest_wait_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be more than 0")
@@ -86,7 +86,7 @@ class Endpoint:
 
         Args:
             body: The request.
-            read: Reads the decoded JSON of the answer; raises BadReply if its form is wrong.
+            read: The function that gets the decoded JSON of the answer; it raises BadReply if the form is wrong.
 
         Raises:
             EndpointFailed: The endpoint refused the request, or no attempt gave a usable answer.
@@ -149,7 +149,7 @@ class Endpoint:
             return ""
         key = os.environ.get(self.api_key_env, "").strip()
         if not key:
-            raise ValueError(f"api_key_env={self.api_key_env}: the variable is not set; export the key in it")
+            raise ValueError(f"api_key_env={self.api_key_env}: the variable is not set; export it with the key")
         if not key.isascii() or not key.isprintable():
             raise ValueError(f"api_key_env={self.api_key_env}: the variable's text is not printable ASCII")
         return key

@@ -24,7 +24,7 @@ assert functions  # its import registers the functions of this package
 
 
 def build_specs(settings: RewardConfig) -> list[FunctionSpec]:
-    """Return the specs of the functions in `reward.functions` that run in workers, and not on ranks."""
+    """Return the specs of those functions in `reward.functions` that run in workers rather than on ranks."""
     specs, runs_on_ranks = [], list_models_on_ranks(settings)
     for index, function in enumerate(settings.functions):
         if index in runs_on_ranks:
@@ -52,9 +52,9 @@ def build_task_spec(task: Task) -> FunctionSpec:
 
 
 def check_rewards(stage: StageConfig, loads: bool) -> None:
-    """Check a stage's reward functions, if it scores completions; require one if its problems have no reward.
+    """Check the reward functions of a stage that scores completions; require one if nothing else gives rewards.
 
-    Check only the functions' names, or, if `loads`, load the functions in a worker process.
+    If `loads`, the functions are loaded in a worker process; otherwise, only their names are checked.
     """
     has_rewards = stage.reward.functions or stage.data.has_rewards or stage.rollout.environment.name is not None
     if stage.scores_completions and not has_rewards:

@@ -36,7 +36,7 @@ OF_FUNCTIONS = (
 class RewardMetrics:
     """The metrics of reward functions, added up over calls of `Scorer.score`."""
 
-    # The scores of each function for every sample, by its label; None for samples to which it does not apply.
+    # For each function's label, the scores of all samples; None for samples to which the function does not apply.
     scores: dict[str, list[float | None]] = field(default_factory=dict)
     _sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     _counts: dict[str, float] = field(default_factory=dict)

@@ -13,7 +13,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry("reward function")
 
 
 def register_reward(name: str) -> Callable[[FunctionT], FunctionT]:
-    """Return a decorator that registers a reward function as `name`, or a class whose instances are such functions.
+    """Return a decorator that registers a function, or a class with callable instances, as reward function `name`.
 
     `docs/rewards.md` describes the forms that a function may have. A class is instantiated once in each worker process,
     with the `kwargs` of the configuration.

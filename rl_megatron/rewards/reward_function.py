@@ -25,13 +25,13 @@ LIST_PARAMETERS = {"prompts", "completions"}  # a function with one of these par
 VERL_PARAMETERS = {"data_source", "solution_str"}
 _ALL_VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _TRAJECTORY_PARAMETERS = ("messages", "turns", "metadata", "environment_reward")
-# Parameters for which every sample, or every list of samples, has a value.
+# For each form, the parameters that always get a value, whatever fields the record has.
 _PROVIDED = {
     "sample": ("prompt", "completion", "completion_ids", "truncated", "answer", "record", *_TRAJECTORY_PARAMETERS),
     "list": ("prompts", "completions", "completion_ids", "log_metric", "log_extra", *_TRAJECTORY_PARAMETERS),
     "verl": _ALL_VERL_PARAMETERS,
 }
-# Names that data sets give the reference answer. A parameter of such a name gets it if the record lacks the field.
+# Names that data sets give the reference answer. A parameter with such a name gets it if the record lacks the field.
 _ANSWER_NAMES = ("answer", "ground_truth", "solution")
 # Metrics that this package adds to each function's own.
 ERRORS, TIMEOUTS, SCORE = "errors", "timeouts", "score"
@@ -41,7 +41,7 @@ ERRORS, TIMEOUTS, SCORE = "errors", "timeouts", "score"
 
 
 class BadFunction(ValueError):
-    """The error if a function has no form of a reward function; the message completes "reward.functions[0]: …"."""
+    """The error if a function cannot serve as a reward function; the message completes "reward.functions[0]: …"."""
 
 
 class RewardFunction:
@@ -162,7 +162,7 @@ class RewardFunction:
         return self._select_arguments(for_all, {**answers, **for_all, **of_trajectories})
 
     def _select_arguments(self, for_all: dict[str, Any], by_name: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `by_name` that the function names, and all of `for_all` if it has **kwargs."""
+        """Return the arguments in `by_name` that are parameters; add all of `for_all` if the function has **kwargs."""
         selected = {name: value for name, value in by_name.items() if name in self._names}
         return for_all | selected if self._takes_all else selected
 
@@ -193,7 +193,7 @@ def get_ground_truth(problem: Problem) -> object:
 
 
 def get_reference_answer(problem: Problem) -> Any:
-    """Return the reference answer: the record's `answer` with its own type, unless a task has changed its text."""
+    """Return the reference answer: the record's `answer` with its own type, or the task's text if it is different."""
     value = problem.record.get("answer")
     return value if value is not None and str(value) == problem.answer else problem.answer
 
@@ -253,21 +253,21 @@ class BadResult(ValueError):
 
 
 class Score(NamedTuple):
-    """A function's score of one sample, or None if it does not apply to the sample, and further numbers by name."""
+    """A function's score of one sample (None if it does not apply to the sample), and its metrics by name."""
 
     value: float | None
     metrics: dict[str, float]
 
 
 def read_result(result: object, may_skip: bool = False) -> Score:
-    """Return the score in a function's result, for one sample.
+    """Return the score and the metrics in a function's result for one sample.
 
     Args:
         result: A number, or a mapping with `score` and metrics. Metrics that are not finite numbers are left out.
         may_skip: Whether None is allowed, which means that the function does not apply to this sample.
 
     Raises:
-        BadResult: The result is neither, or the score is not finite; the message completes "the function …".
+        BadResult: The result has another form, or the score is not finite; the message completes "the function …".
     """
     metrics: dict[str, float] = {}
     if isinstance(result, Mapping):
@@ -291,7 +291,7 @@ def read_result(result: object, may_skip: bool = False) -> Score:
 
 
 def is_finite_reward(value: float) -> bool:
-    """Return whether a number is finite, also as the 32-bit number that a reward becomes."""
+    """Return whether a number is finite as fp32, the type of rewards."""
     try:
         struct.pack("<f", value)
     except OverflowError:
@@ -303,7 +303,7 @@ def read_results(result: Any, count: int) -> list[Score]:
     """Return the scores in the result of a function that scores a whole list of samples.
 
     Args:
-        result: A list, or an array or a tensor, of what `read_result` reads; None in it means not applicable.
+        result: A list, array or tensor of results for `read_result`; None means that the function does not apply.
         count: The number of samples.
 
     Raises:
@@ -319,7 +319,7 @@ def read_results(result: Any, count: int) -> list[Score]:
 
 
 def _to_float(value: Any) -> float | None:
-    """Return a number, or an array or a tensor of one number, as a float; None for anything else."""
+    """Return a number, or the only number of an array or tensor, as a float; None for anything else."""
     if not isinstance(value, numbers.Real | Decimal) and callable(getattr(value, "item", None)):
         try:
             value = value.item()

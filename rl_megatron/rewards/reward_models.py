@@ -90,7 +90,7 @@ class SequenceScorer:
             log.once("placement=offload of a reward model has no effect on a CPU, whose memory is the host's")
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[float]:
-        """Return on every rank the score of each of rank 0's sequences, read after its last token. Collective."""
+        """Return, on every rank, the scores of rank 0's sequences after their last tokens. Collective."""
         topology = self._policy.topology
         ranks = topology.ranks
         if not ranks.share(lambda: len(sequences)):
@@ -109,7 +109,7 @@ class SequenceScorer:
 
 @dataclass
 class RewardModel:
-    """The reward function `reward_model` on the policy's ranks: one model or several whose scores are combined.
+    """The reward function `reward_model` on the policy's ranks: one model, or several with a combined score.
 
     Attributes:
         statistics: Statistics of the scores in training so far, for `normalize=running`.
@@ -122,7 +122,7 @@ class RewardModel:
     is_frozen: bool = False
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[dict[str, float]]:
-        """Return for each sequence the `score` and the metrics `raw` and, of an ensemble, `spread`. Collective."""
+        """Return each sequence's `score`, its metric `raw` and, with several models, `spread`. Collective."""
         scores_by_model = [scorer.score(sequences) for scorer in self.scorers]
         scores_by_sequence = list(zip(*scores_by_model, strict=True))
         combined = [self._combine(scores) for scores in scores_by_sequence]
@@ -140,7 +140,7 @@ class RewardModel:
         return results
 
     def _combine(self, scores: Sequence[float]) -> float:
-        """Return the combined score of the models, or NaN if one is not finite, which min and clip would hide."""
+        """Return the models' combined score, or NaN if one score is not finite: min and clip would hide that."""
         if not all(map(math.isfinite, scores)):
             return math.nan
         members = self.arguments.members
@@ -192,7 +192,7 @@ class RewardModels:
         return {"statistics": [function.statistics.state_dict() for function in self._functions.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from running statistics; raise ConfigError if they are of another number of functions."""
+        """Continue from running statistics; raise ConfigError if the number of functions has changed."""
         if len(state["statistics"]) != len(self._functions):
             raise ConfigError(f"it has {len(state['statistics'])} reward models, the stage has {len(self._functions)}")
         for function, values in zip(self._functions.values(), state["statistics"], strict=True):
@@ -238,7 +238,7 @@ class RewardModels:
 def check_reward_models(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check the reward models of a stage before anything is built, except those that another stage trains.
 
-    A model must exist, have a score head and the policy's tokens, and fit the layout.
+    A model must exist, have a score head, use the policy's tokenizer, and fit the parallel layout.
     """
     for index, arguments in list_models_on_ranks(stage.reward).items():
         if stage.rollout.is_asynchronous:
@@ -257,7 +257,7 @@ def check_reward_models(stage: StageConfig, tokenizer: Tokenizer) -> None:
 
 
 def _check_model(source: ScoringModel, tokenizer: Tokenizer) -> ModelConfig | None:
-    """Check a model's head and tokens; return its shape, or None if another stage trains the model."""
+    """Check a model's head and tokenizer; return its shape, or None if another stage trains the model."""
     if source.hf is not None:
         weights = open_hugging_face(Path(source.hf), "score")
         weights.refuse_other_tokens(tokenizer)

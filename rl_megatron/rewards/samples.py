@@ -26,7 +26,7 @@ class Sample:
         messages: The whole conversation. Without a chat format it is the prompt and the completion.
         turns: The texts of the policy's turns. The completion is the last one.
         metadata: What an environment reports about the trajectory.
-        environment_reward: The reward that the environment gave; the reward functions' is added to it.
+        environment_reward: The reward that the environment gave, to which that of the reward functions is added.
         sequence_ids: All tokens up to the end of the completion; empty if no reward model reads them.
         sequence_text: Their text with special tokens, but without those that the tokenizer puts before every text.
     """
@@ -49,13 +49,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """A reward function, as it is sent to a worker, which loads it.
+    """The data from which a worker loads a reward function.
 
     Attributes:
-        label: Its name in metrics and messages.
+        label: The function's name in metrics and messages.
         where: The configuration key, for messages.
-        target: Its import string, or None if `pickled` has the function itself.
-        pickled: A pickled function, class or task; None if `target` names it.
+        target: The function's import string, or None if `pickled` is set.
+        pickled: A pickled function, class or task; None if `target` is set.
         is_task: Whether `pickled` is a task, whose method `reward` is the function.
     """
 
@@ -71,8 +71,8 @@ class Description(NamedTuple):
     """A worker's description of a function that it has loaded.
 
     Attributes:
-        form: How it is called: for one sample, for a whole list, as in verl, or with a problem (a task's reward).
-        needed: The record fields without which it cannot be called.
+        form: How the function is called: for one sample, for a list of them, as in verl, or as the reward of a task.
+        needed: The record fields that the function requires.
     """
 
     label: str
@@ -105,8 +105,11 @@ def pickle_for_worker(value: object, where: str) -> bytes:
     """Return the pickle of a function, or of an instance of a user's class, for another process.
 
     What a fresh process can import is sent by name. Everything else, such as a function of `__main__` or of a cell of a
-    notebook, is sent with its code. If it refers to something that cannot be sent, such as an open file, the
-    message of a ConfigError begins with `where`.
+    notebook, is sent with its code.
+
+    Raises:
+        ConfigError: The value refers to something that cannot be sent, such as an open file; the message begins with
+            `where`.
     """
     import cloudpickle
 
@@ -124,7 +127,7 @@ def pickle_for_worker(value: object, where: str) -> bytes:
 
 
 def dumps(message: object) -> bytes:
-    """Encode a message for another process; problems of users' subclasses are sent with their classes' code."""
+    """Encode a message for another process; problems of users' classes are sent with the code of these classes."""
     if all(type(sample.problem) is Problem for sample in _find_samples(message)):
         return frames.dumps(message)
     import cloudpickle
@@ -147,7 +150,7 @@ def _find_samples(message: object) -> list[Sample]:
 
 
 def _can_be_imported(module: ModuleType) -> bool:
-    """Return whether a process with the same `sys.path` can import the module by its name."""
+    """Return whether a process with the same `sys.path` can import the module, or it is `__main__`."""
     if module.__name__ in imported_files():
         return True  # a worker imports these files by the same names
     top = module.__name__.partition(".")[0]

@@ -24,8 +24,8 @@ from rl_megatron.rewards.samples import Failure, FunctionSpec, Outcome, Sample
 from rl_megatron.rewards.workers import RewardWorkers
 from rl_megatron.topology.ranks import Ranks
 
-# How long a rank scores before all ranks meet. It is less than any timeout of a collective, so that a rank which waits
-# for the rewards of others does not give up.
+# The longest time that a rank scores before all ranks meet in a collective. It is shorter than the timeouts of
+# collectives, so that ranks which wait for those that still score do not time out.
 _SECONDS_BETWEEN_MEETINGS = 5.0
 _SECONDS_ALONE = 0.5  # how often a scorer of a single rank checks whether it is closed
 _MOST_WARNINGS = 5  # of one function
@@ -42,7 +42,7 @@ class _Report(NamedTuple):
     Attributes:
         is_done: Whether it has nothing left to score.
         error: An error outside of the functions, such as that of a new worker that cannot load them.
-        failed: The failure that ends the run, with its function and sample.
+        failed: (function, sample, failure) of the failure that ends the run, or None.
     """
 
     is_done: bool = True
@@ -71,7 +71,7 @@ class Scorer:
             task: Returns the task whose reward is used if `reward.functions` is empty.
             ranks: The ranks that score together. With `Ranks()`, this rank scores all samples by itself, and no method
                 is collective.
-            models: The functions whose models run on the ranks, by their indices in `reward.functions`.
+            models: The reward models on the ranks, by the indices of their functions in `reward.functions`.
         """
         self._settings, self._task, self._ranks = settings, task, ranks
         self._is_closed = False
@@ -149,7 +149,7 @@ class Scorer:
     def _read_model_results(
         self, samples: Sequence[Sample], results: Sequence[Sequence[dict[str, float]]]
     ) -> dict[tuple[int, int], Outcome]:
-        """Return the outcomes of the models on ranks by (function, sample)."""
+        """Return the outcomes of reward models on the ranks, with the keys (function, sample)."""
         outcomes = {}
         for function, model_results in enumerate(results, len(self._specs) - len(self._models)):
             for index, (sample, result) in enumerate(zip(samples, model_results, strict=True)):
@@ -175,7 +175,7 @@ class Scorer:
         return _receive_from(0) if self._ranks.rank in others else ()
 
     def _run_workers(self, samples: Sequence[Sample]) -> dict[tuple[int, int], Outcome]:
-        """Return on rank 0 the outcomes of all workers by (function, sample), after `_distribute`. Collective."""
+        """Run the workers of all nodes; return, on rank 0, the outcomes by (function, sample). Collective."""
         rank = self._ranks.rank
         node = self._scoring_ranks.index(rank) if rank in self._scoring_ranks else None
         has_begun = has_reported = False
@@ -205,11 +205,11 @@ class Scorer:
         return {}
 
     def _global_index(self, sample: int, node: int) -> int:
-        """Return the index among all samples of a node's sample; on node 0, the two indices are equal."""
+        """Return the index that a node's sample has among all samples; on node 0, both indices are equal."""
         return sample if node == 0 else node + sample * len(self._scoring_ranks)
 
     def _work(self, samples: Sequence[Sample] | None, node: int) -> _Report:
-        """Begin to score samples, or continue if they are None, until all ranks meet."""
+        """Begin to score samples (None: continue) until all ranks meet; return this rank's report."""
         assert self._workers is not None  # this is a scoring rank
         try:
             if self._is_closed:
@@ -257,7 +257,7 @@ class Scorer:
     def _combine(
         self, samples: Sequence[Sample], outcomes: Mapping[tuple[int, int], Outcome]
     ) -> tuple[Tensor, RewardMetrics]:
-        """Return the weighted sums of the scores, and the metrics."""
+        """Return the rewards, which are weighted sums of the functions' scores, and the metrics."""
         weights = [function.weight for function in self._functions] or [1.0]
         metrics, rewards = RewardMetrics(), []
         for spec in self._specs:  # tolerated failures are counted, even if there are none

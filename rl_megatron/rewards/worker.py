@@ -55,7 +55,7 @@ class Worker:
                 {"load": self._load, "call": self._call, "list": self._call_list}[kind](*arguments)
 
     def _load(self, specs: list[FunctionSpec], timeout: float) -> None:
-        """Load the functions, and send their descriptions or what is wrong with one of them."""
+        """Load the functions, and send their descriptions, or the error of the first one that cannot be loaded."""
         self._timeout = timeout
         where = ""
         try:
@@ -97,7 +97,7 @@ class Worker:
             self._send("outcomes", job, index, outcomes)
 
     async def _await_all(self, first: list[Any]) -> list[tuple[Any, ...]]:
-        """Run an async call concurrently with all async calls that arrive before the last one is done.
+        """Run an async call, and all async calls that arrive while any of them runs, concurrently.
 
         Return the messages of other kinds that arrived meanwhile.
         """
@@ -125,7 +125,7 @@ class Worker:
         return others
 
     async def _touch(self) -> None:
-        """Mark the time again and again, as long as nothing blocks the loop."""
+        """Update the mark's time at short intervals, as long as nothing blocks the loop."""
         while True:
             self._mark.touch()
             await asyncio.sleep(_SECONDS_BETWEEN_TOUCHES)

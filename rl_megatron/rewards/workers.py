@@ -21,10 +21,10 @@ _MOST_WORKERS = 32  # if reward.num_workers=null
 _SECONDS_TO_LOAD = 120.0
 _SECONDS_BETWEEN_LOOKS = 0.1  # at processes whose socket is silent
 _GRACE_SECONDS = 1.0  # an event loop counts as blocked if it has not run for this long beyond the time limit
-_AHEAD = 2  # calls that are sent to a worker at a time, so that it never waits for the next
+_AHEAD = 2  # the most calls that a worker has at a time: while it runs one, the next one already waits
 _AHEAD_IF_SHORT = 16
-_SHORT_SECONDS = 0.002  # calls are short if their mean time is less
-_WORTH_A_WORKER_SECONDS = 0.3  # of waiting work: another worker takes about this long to start
+_SHORT_SECONDS = 0.002  # calls are short if their mean time is less than this
+_WORTH_A_WORKER_SECONDS = 0.3  # of waiting work per worker: another worker takes about this long to start
 _MOST_ATTEMPTS = 2  # of a call whose worker ended; in the second attempt, the worker has no other call
 
 
@@ -36,7 +36,7 @@ class Job:
         kind: "call" (functions in order, for one sample), "await" (an async function) or "list" (all samples).
         functions: The indices of the functions that have not answered.
         samples: The indices of the samples.
-        since: When it was sent or, for the worker's oldest job, when the worker last answered, in `time.monotonic`.
+        since: When it was sent, or when the worker last answered while this was its oldest job, in `time.monotonic`.
         attempts: The number of workers that ended for an unknown reason while they had this job.
     """
 
@@ -63,12 +63,12 @@ class WorkerHandle:
         return next(iter(self.jobs.values()), None)
 
     def can_take(self, kind: str, most: int) -> bool:
-        """Return whether the worker can get another job of a kind: it has fewer than `most`, all of this kind."""
+        """Return whether the worker can get another `kind` job: it has fewer than `most` jobs, all of this kind."""
         are_alike = all(job.kind == kind and not job.attempts for job in self.jobs.values())
         return self.is_ready and len(self.jobs) < most and are_alike
 
     def send(self, job: Job, samples: Sequence[Sample]) -> None:
-        """Send a job to the worker, with its samples out of all `samples`."""
+        """Send a job to the worker, with those of all `samples` that belong to the job."""
         job.since = time.monotonic()
         self.jobs[job.number] = job
         if job.kind == "list":
@@ -78,7 +78,7 @@ class WorkerHandle:
             self.process.send(job.kind, job.number, functions, samples[job.samples[0]])
 
     def is_late(self, limit: float) -> bool:
-        """Return whether the running call has taken longer than `limit` seconds; queued calls have not begun.
+        """Return whether the running call has taken longer than `limit` seconds, without its time in the queue.
 
         A worker cancels late async calls itself, unless one of them blocks its event loop.
         """
@@ -101,7 +101,7 @@ class RewardWorkers:
     Attributes:
         descriptions: The first worker's descriptions of the functions; None until it has loaded them.
         outcomes: The outcomes so far, by the indices (function, sample).
-        failed: The first failure that ends the run, with its function and sample; None if there is none.
+        failed: (function, sample, failure) of the first failure that ends the run, or None.
     """
 
     def __init__(self, functions: Sequence[FunctionSpec], settings: RewardConfig):
@@ -140,7 +140,7 @@ class RewardWorkers:
         Args:
             samples: The samples that this rank has.
             mine: Indices of the samples for which these workers call functions that score one sample at a time.
-            with_lists: Whether these workers also call functions that score a whole list, with all samples.
+            with_lists: Whether these workers also call the functions that score a list, which gets all samples.
 
         Raises:
             ConfigError: A function cannot be loaded or called.
@@ -288,7 +288,7 @@ class RewardWorkers:
                     self.abandon()
                     raise ConfigError(
                         f"reward.functions: a worker process could not load them within {_SECONDS_TO_LOAD:g} seconds; "
-                        "the functions' files must be quicker to import"
+                        "make the functions' files quicker to import"
                     )
                 continue
             if worker.is_late(limit):
@@ -301,7 +301,7 @@ class RewardWorkers:
     def _handle_end(self, worker: WorkerHandle) -> None:
         """Record the failure of the call that ended a worker, and repeat its other calls.
 
-        If an async call closed the socket and its process still runs, the mark may already name another call.
+        If an async call closed the socket and the process still runs, the mark may name another call and is not read.
         """
         is_async = (oldest := worker.oldest) is not None and oldest.kind == "await"
         call = worker.find_call() if not is_async or worker.process.has_exited() else None

@@ -26,8 +26,8 @@ from rl_megatron.rollouts.trajectory import Trajectory
 from rl_megatron.rollouts.worker import register_rollout_worker
 from rl_megatron.workers.child_process import build_module_command, build_server_environment
 
-# The guardian ends the program and all its processes when this process ends, for any reason. The command has the path
-# of this package as an argument, because the program would inherit an environment variable.
+# The guardian ends the program and all its processes when this process ends, for any reason. It gets the path of this
+# package as an argument, because the program would inherit an environment variable.
 _GUARDIAN = build_module_command("rl_megatron.workers.guardian", sys.executable)[0]
 _MOST_RESULT_BYTES = 1 << 20
 _BYTES_SHOWN = 2000  # of a failed program's output
@@ -35,12 +35,12 @@ _SECONDS_TO_END = 10.0  # more than the guardian needs to end a program that ign
 
 
 class AgentFailed(RuntimeError):
-    """The program of a trajectory failed, took too long, or left a result that cannot be used."""
+    """The error if the program of a trajectory failed, took too long, or wrote a result that cannot be used."""
 
 
 @dataclass(frozen=True)
 class AgentResult:
-    """The content of the file that RL_MEGATRON_RESULT names, which the program has written.
+    """The result that the program has written to the file named by RL_MEGATRON_RESULT.
 
     Attributes:
         reward: The reward for the whole trajectory.
@@ -122,7 +122,7 @@ class AgentWorker:
 def read_result(path: Path) -> AgentResult:
     """Return the result that a program has written; without a file, the reward is 0.
 
-    The file is a JSON object with `reward`, a finite number, and `metadata`, an object.
+    The file is a JSON object, in which `reward` (a finite number) and `metadata` (an object) are optional.
     """
     if not path.exists():
         return AgentResult()

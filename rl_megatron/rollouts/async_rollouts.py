@@ -37,12 +37,12 @@ class Group:
 
     @property
     def num_partial(self) -> int:
-        """Return how many of its trajectories have tokens of several versions of the weights."""
+        """Return how many of its trajectories were sampled with several versions of the weights."""
         return sum(len(_collect_versions(result)) > 1 for result in self.results)
 
     @property
     def versions(self) -> set[int]:
-        """Return the versions of the weights that sampled its tokens."""
+        """Return the versions of the weights with which its tokens were sampled."""
         return set().union(*(_collect_versions(result) for result in self.results))
 
 
@@ -54,7 +54,7 @@ class StepGroups:
         used: The groups that the step learns from, in the order of the stream.
         equal: The groups that were dropped since the last step because all their rewards are equal.
         dropped: All groups that were dropped since the last step, with the reason.
-        num_refilled: How many groups were started instead of dropped ones.
+        num_refilled: How many groups were started to replace dropped ones.
         num_running: How many groups still run.
         num_ready: How many complete groups wait for later steps.
         engine_idle: The share of the time since the last step in which the engine had no request.
@@ -89,7 +89,7 @@ class StepGroups:
         }
 
     def build_log_entry(self, step: int, metrics: Mapping[str, float]) -> LoggedStep:
-        """Return the step's line of the log, with the metrics of its rollouts."""
+        """Return the step's entry of the rollout log, with these metrics."""
         used = []
         for group in self.used:
             versions = sorted(group.versions)
@@ -101,7 +101,7 @@ class StepGroups:
 class AsyncRollouts:
     """The running groups of a stage, on the event loop of rollout workers. Rank 0 owns them.
 
-    Methods are collective. Each request is sent to the engine immediately, and not in a round with others.
+    All methods except `close` are collective. A request is sent to the engine immediately, without waiting for others.
     """
 
     def __init__(
@@ -119,13 +119,13 @@ class AsyncRollouts:
 
         Args:
             rollouts: Makes and scores trajectories. Its runner has the loop.
-            scorer: A scorer of a single rank, which belongs to this object.
-            rules: The limits of the number of groups and of their ages.
+            scorer: A scorer of a single rank, which `close` closes.
+            rules: The limits on the number of groups and on their ages.
             tasks_at: Returns the tasks of the group at a position of the stream of prompts.
             engine: The engine, whose syncs this object observes.
             weight_version: Returns the version of the policy's weights.
             sampling: How completions are sampled if the worker does not choose.
-            waits_for_requests: Whether new weights wait until the engine has no request.
+            waits_for_requests: Whether a weight sync waits until the engine has no request.
         """
         self._rollouts, self._scorer, self._tasks_at, self._engine = rollouts, scorer, tasks_at, engine
         self._weight_version, self._sampling, self._waits = weight_version, sampling, waits_for_requests
@@ -153,7 +153,7 @@ class AsyncRollouts:
     def take(self, step: int, prompts: list[list[int]]) -> StepGroups:
         """Wait for the groups of a step, and return them. The first call starts groups.
 
-        `prompts` are those on which the engine's logprobs are checked.
+        The engine's logprobs are checked on `prompts`.
         """
         self._newest = step, self._weight_version()
         self._engine.prepare(prompts)
@@ -184,7 +184,7 @@ class AsyncRollouts:
             return self._loop.run_for_all_ranks(self._take_groups)
 
     def _close_before_sync(self) -> None:
-        """Stop sending requests; if new weights wait for running requests, wait until these end."""
+        """Stop sending requests; if a weight sync has to wait for running requests, wait until they end."""
         served, version = self._engine.served, self._weight_version()
         if self._newest is not None and (served is None or served.version != version):
             self._loop.run_for_all_ranks(lambda: self._close(version, self._find_step(version)))
@@ -290,7 +290,7 @@ class AsyncRollouts:
                 self._changed.set()
 
     async def _score(self) -> None:
-        """Add the scores of all complete groups, which a thread computes."""
+        """Let a thread compute the scores of all groups whose trajectories are complete, and add the scores."""
         try:
             while self._to_score:
                 waiting, self._to_score = self._to_score, []
@@ -312,10 +312,10 @@ class AsyncRollouts:
             return  # the group was dropped while it was scored
         group = Group(number, results, replace(scores, samples=()), ())
         steps = [self._step_of_version[version] for result in results for version in _collect_versions(result)]
-        # Masked trajectories are not compared: their reward 0 differs from others, but they are not learned from.
+        # Masked trajectories are not compared: their reward 0 may differ from others, but they are not trained on.
         rewards = scores.rewards[self._rollouts.on_failure.samples_that_count(scores.succeeded, len(results))].tolist()
         differs = any(reward != rewards[0] for reward in rewards)
-        # If all trajectories of a group failed, `steps` is empty, and the group counts as of the next step.
+        # If all trajectories of a group failed, `steps` is empty, and the next step counts as the step of the group.
         if self.queue.complete(number, min(steps, default=self.queue.next_step), differs):
             self._ready[number] = group
         else:
@@ -335,7 +335,7 @@ class AsyncRollouts:
 
 
 class _Idle:
-    """The time in which the engine has no request."""
+    """A meter of the time in which the engine has no request."""
 
     def __init__(self) -> None:
         self._began = self._noted = time.monotonic()
@@ -357,6 +357,6 @@ class _Idle:
 
 
 def _collect_versions(result: TaskResult) -> set[int]:
-    """Return the versions of the weights that sampled a trajectory."""
+    """Return the versions of the weights with which a trajectory was sampled."""
     turns = () if result.trajectory is None else result.trajectory.turns
     return {span.version for turn in turns for span in turn.completion.versions}

@@ -17,8 +17,8 @@ from rl_megatron.rollouts.trajectory import Segment, Trajectory, Turn
 
 # Keys of batches that only workers other than `completion` need:
 # trajectory [B] int64 (`TRAJECTORY`);
-# turn [B, S] int64, the number of the turn within its trajectory at sampled tokens and -1 elsewhere, and
-# turn_rewards [B, S] fp32, the reward of the environment for a turn at its last token.
+# turn [B, S] int64: at sampled tokens the number of the turn within its trajectory, elsewhere -1;
+# turn_rewards [B, S] fp32: at the last token of a turn the environment's reward for it, elsewhere 0.
 TURN, TURN_REWARDS = "turn", "turn_rewards"
 
 # This prefix and the name of a reward function form the key of its scores, [B] fp32, with NaN for missing ones.
@@ -29,12 +29,12 @@ COMPONENT = "component_reward."
 def build_component_keys(
     scores: Mapping[str, Sequence[float | None]], counts: torch.Tensor, has_turns: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the keys of a batch with the scores of each reward function, [N] fp32.
+    """Return the scores of each reward function, [N] fp32, under their keys in a batch.
 
     Args:
-        scores: The score of each trajectory by the name of the function; None if it has no score.
-        counts: [N] bool. Which trajectories count; others have no scores.
-        has_turns: Whether an environment may give rewards, which are 0 if it gave none.
+        scores: For the name of each function, the scores of all trajectories; None for a missing score.
+        counts: [N] bool. Which trajectories count; the scores of others are NaN.
+        has_turns: Whether an environment may give rewards; missing ones are 0.
     """
     of_environment = {ENVIRONMENT: scores.get(ENVIRONMENT, [None] * len(counts))} if has_turns else {}
     keys = {}
@@ -46,7 +46,7 @@ def build_component_keys(
 
 
 def index_data_sets(names: Sequence[str], mixture: Sequence[str]) -> torch.Tensor:
-    """Return the index of each of these data sets among the names of a mixture, [n] int64."""
+    """Return the index of each data set in `names` within a mixture's list of names, [n] int64."""
     indices = {name: index for index, name in enumerate(mixture)}
     return torch.tensor([indices[name] for name in names])
 
@@ -57,7 +57,7 @@ def build_trajectory_batch(
     sampling: Sampling,
     has_turns: bool,
 ) -> BatchedDataDict:
-    """Return trajectories as a batch with the keys of `generate`, and those of this module.
+    """Return trajectories as a batch with the keys of `generate` and, if `has_turns`, those of this module.
 
     The sequences of a trajectory are consecutive. A trajectory that is None becomes a sequence of its prompt with a
     `sample_mask` of 0.
@@ -66,8 +66,7 @@ def build_trajectory_batch(
         trajectories: The trajectories.
         prompts: The prompt of each.
         sampling: The sampling to record for trajectories that are None.
-        has_turns: Whether trajectories may have several sequences or turns, so that the batch gets the keys of this
-            module.
+        has_turns: Whether trajectories may have several sequences or turns.
     """
     sequences: list[tuple[int, SampledSequence, Sequence[tuple[int, Turn]]]] = []  # with the numbers of the turns
     for owner, (trajectory, prompt) in enumerate(zip(trajectories, prompts, strict=True)):
@@ -96,7 +95,7 @@ def build_trajectory_batch(
 
 
 def _split_by_filters(segment: Segment) -> list[list[tuple[int, Turn]]]:
-    """Return the turns of a segment, with their numbers, in parts of equal temperature and filters.
+    """Split the turns of a segment, with their numbers, into parts that each use one temperature and the same filters.
 
     Each part becomes a sequence, because the logprobs of a sequence use one temperature.
     """

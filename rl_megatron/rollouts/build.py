@@ -60,9 +60,10 @@ def build_runner(stage: StageConfig, tokenizer: Tokenizer, topology: Topology) -
 
 
 def build_rollout_rules(settings: TrajectoryConfig, longest: int) -> RolloutRules:
-    """Return the limits and the handling of failures of tasks. `longest` is the model's maximum sequence length."""
+    """Return the limits of tasks, and how failures are handled. `longest` is the model's maximum sequence length."""
     limits = TokenLimits(settings.max_tokens or longest, settings.max_sampled_tokens or sys.maxsize)
-    # At most as many trajectories as processes run, because one that waits for a process would delay the round.
+    # At most `agent.max_processes` trajectories of agents run at a time: the engine gets requests only once all running
+    # trajectories wait for it, and one that waits for a process would delay the others.
     most = settings.agent.max_processes if settings.worker == AGENT else settings.concurrency
     return RolloutRules(
         limits, settings.on_rewrite, min(settings.concurrency, most), settings.retries, settings.timeout_seconds,
@@ -73,7 +74,7 @@ def build_rollout_rules(settings: TrajectoryConfig, longest: int) -> RolloutRule
 def check_worker(stage: StageConfig, tokenizer: Tokenizer, loads: bool) -> None:
     """Check the rollout worker of a stage that scores completions.
 
-    If `loads`, load the environment in a separate process.
+    If `loads`, also load the environment in a separate process.
     """
     if not stage.scores_completions:
         return

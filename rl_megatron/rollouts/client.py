@@ -57,7 +57,7 @@ class RolloutClient:
             limits: The most tokens of the trajectory.
             answer: Returns the completion of a request.
             on_rewrite: What happens if the chat template rewrites the past; see `ChatHistory`.
-            gateway: The gateway whose sessions `openai` opens; None without one.
+            gateway: The gateway in which `openai` opens sessions; None without one.
         """
         self.name, self.prompt, self.tokenizer, self.limits = name, prompt, tokenizer, limits
         self._seed, self._sampling, self._answer = seed, sampling, answer
@@ -125,7 +125,7 @@ class RolloutClient:
                 self._seconds_waited += time.monotonic() - self._waiting_since
 
     def fitting(self, num_tokens: int, sampling: Sampling | None = None) -> Sampling:
-        """Return the sampling of the next completion after `num_tokens` tokens, within the limits.
+        """Return the sampling of a completion after `num_tokens` tokens, with `max_new_tokens` within the limits.
 
         Raises:
             HistoryFull: No token fits.
@@ -150,9 +150,9 @@ class RolloutClient:
         """Return the history that begins with the prompt of the task, or with messages.
 
         Args:
-            messages: The first messages; None: those of the prompt. Without a chat template, their texts are the
-                prompt.
-            tools: JSON schemas of the tools that the chat template describes.
+            messages: The first messages; None: those of the prompt. Without a chat template, the prompt consists of
+                their texts.
+            tools: JSON schemas of tools, which the chat template describes to the model.
             most_characters: The most characters of a text that is encoded; None for no limit.
 
         Raises:
@@ -200,10 +200,10 @@ class RolloutClient:
         return self._gateway.session(self, sampling or self._sampling, parser)
 
     def check(self, trajectory: Trajectory) -> None:
-        """Check that the trajectory has the tokens that the engine was asked to continue, and those that it sampled.
+        """Check that the trajectory's tokens are those that the engine was asked to continue, and those it sampled.
 
         Raises:
-            TokensDiffer: A token differs, or a completion is not one of this client; the message names the trajectory,
+            TokensDiffer: A token differs, or a completion is not from this client; the message names the trajectory,
                 the turn and the token.
         """
         for segment in trajectory.segments:

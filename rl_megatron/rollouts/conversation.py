@@ -65,7 +65,7 @@ class Conversation:
             environments: The environments; None without one.
             tools: Returns the tools of a trajectory, given its chat template or None; None without tools.
             max_turns: The most turns of a trajectory.
-            turns: How turns are sampled: entry i is for turn i, the last one also for all later turns.
+            turns: How turns are sampled: entry i is for turn i, and the last entry also for all later turns.
         """
         self._environments, self._tools = environments, tools
         self._max_turns, self._turns = max_turns, turns
@@ -92,7 +92,7 @@ class Conversation:
         environment: Environment,
         schemas: Sequence[Mapping[str, object]] | None,
     ) -> tuple[History, dict[str, Any]]:
-        """Reset the environment; return the history with its first messages, and its metadata."""
+        """Reset the environment; return a history with the first messages, and the environment's metadata."""
         history = client.history(tools=schemas)
         messages, metadata = await environment.reset(record, history.messages)
         if messages is not None:

@@ -27,9 +27,9 @@ class EnvironmentStep:
             message of the user. The role `environment` stands for `user`.
         reward: The reward of the turn.
         done: Whether the task is finished, which ends the trajectory.
-        truncated: Whether the trajectory ends although the task is unfinished, as at a limit of the environment.
+        truncated: Whether the trajectory ends although the task is unfinished, as at the environment's step limit.
         metadata: What reward functions get as `metadata`; values of later steps replace earlier ones.
-        stop: Texts that end the next turn, besides those of the configuration; None: no further ones.
+        stop: Texts that end the next turn, in addition to the configured ones; None: no further ones.
     """
 
     messages: Sequence[Message] | str = ()
@@ -75,7 +75,7 @@ def read_reset(result: object) -> tuple[list[Message] | None, dict[str, object]]
 def read_step(result: object) -> EnvironmentStep:
     """Convert the result of `step` to an EnvironmentStep whose messages are a list.
 
-    The result is an EnvironmentStep, or gymnasium's observation, reward, terminated, truncated and info.
+    The result is an EnvironmentStep, or gymnasium's tuple (observation, reward, terminated, truncated, info).
     """
     if isinstance(result, EnvironmentStep):
         step = result
@@ -123,6 +123,6 @@ def _read_metadata(metadata: object) -> dict[str, object]:
 
 
 def _unwrap_item(value: object) -> object:
-    """Return the number in a scalar of numpy or torch, and other values as they are."""
+    """Return a scalar of numpy or torch as a Python value, and other values unchanged."""
     item = getattr(value, "item", None)
     return item() if callable(item) and getattr(value, "shape", None) == () else value

@@ -41,7 +41,7 @@ class NemoEnvironment:
         self._metadata: object = None
 
     async def reset(self, record: Mapping[str, object], messages: Sequence[Message]) -> None:
-        """Begin with the prompt's messages, and with the record's `extra_env_info`, or else the record, as metadata."""
+        """Begin with the prompt's messages. The metadata is the record's `extra_env_info`, or else the record."""
         self._log = [{"role": message["role"], "content": message["content"]} for message in messages]
         self._metadata = record.get("extra_env_info", dict(record))
 
@@ -129,7 +129,7 @@ async def make(target: str, kwargs: Mapping[str, object]) -> HostedEnvironment:
 def check(target: str, kwargs: Mapping[str, object]) -> None:
     """Check that `target` names an environment that takes these arguments. A user's environment is not created.
 
-    Raise ConfigError if it cannot be loaded, and BadAnswer if it is not an environment or takes other arguments.
+    Raise ConfigError if it cannot be loaded, and BadAnswer if it is not an environment or rejects the arguments.
     """
     factory = ENVIRONMENTS.find(target, _KEY)
     if type(factory).__module__.startswith("ray.") or not callable(factory):

@@ -66,14 +66,14 @@ class Environments:
 
 
 def check_environment(settings: EnvironmentConfig) -> None:
-    """Load the environment in a separate process, and check that it is an environment and takes its arguments."""
+    """Load the environment in a separate process, and check that it is one and takes the configured arguments."""
     if settings.name is not None:
         kwargs = {"target": settings.name, "kwargs": settings.kwargs}
         check_in_process(settings, f"{_ADAPTER}:check", kwargs, settings.seconds_per_call)
 
 
 def check_in_process(settings: EnvironmentConfig, function: str, kwargs: Mapping[str, object], seconds: float) -> None:
-    """Run a function that checks the environment in a separate process, and raise ConfigError if it fails."""
+    """Run, in a separate process, a function that checks the environment; raise ConfigError if the check fails."""
     with ThreadPoolExecutor(1) as thread:  # in a notebook, an asyncio loop already runs in this thread
         thread.submit(asyncio.run, _check(settings, function, kwargs, seconds)).result()
 

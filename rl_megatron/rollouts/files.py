@@ -38,7 +38,7 @@ _NUMBERS = (
     ("top_p", "top_p", torch.float32),
     ("weight_version", "weight_version", torch.int64),
 )
-# Keys of a batch that have columns of another form.
+# Keys of a batch whose columns have other forms.
 _OTHERS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "token_weight_versions", ROUTED_EXPERTS)
 KEPT = frozenset((*_OTHERS, DATA_SET, TRAJECTORY, TURN, TURN_REWARDS, *(key for _, key, _ in _NUMBERS)))
 
@@ -51,8 +51,8 @@ class Draw:
         round: The round of dynamic sampling, from 0.
         rollouts: The batch that a rollout engine returned, with `rewards`.
         prompts: The prompt of each trajectory.
-        scores: The score of each reward function, and the reward of the environment, for each trajectory; None if
-            there is none.
+        scores: For each reward function, and for the environment, the score of each trajectory; None for a missing
+            score.
     """
 
     round: int
@@ -82,7 +82,7 @@ def build_rows(
         tokenizer: The run's tokenizer.
         samples_per_prompt: How many consecutive trajectories belong to one prompt.
         newest_version: The version of the policy's weights.
-        advantages: The advantages [S] of the sequences that the step learned from, by their numbers in the draw.
+        advantages: For each sequence that the step trained on, by its number in the draw, the advantages [S].
     """
     batch, owners = draw.rollouts, TrajectoryIndex(draw.rollouts).owner.tolist()
     for number in range(batch.size):
@@ -154,7 +154,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rows of the file of a step, with all columns or with some."""
+    """Return the rows of the file of a step, with all columns or only with `columns`."""
     import pyarrow
     import pyarrow.parquet
 
@@ -169,7 +169,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str
 
 
 def rows_to_batch(rows: Sequence[Mapping[str, Any]], components: Sequence[str] | None = None) -> BatchedDataDict:
-    """Return the rollouts of the rows of one round, bitwise equal to those that were written.
+    """Convert the rows of one round to a batch that is bitwise equal to the rollouts that were written.
 
     Args:
         rows: The rows.
@@ -226,7 +226,7 @@ def _build_experts(rows: Sequence[Mapping[str, Any]], width: int) -> Tensor:
 
 
 def _fill(mask: Tensor, values: Sequence[Sequence[object]], dtype: torch.dtype, rest: float) -> Tensor:
-    """Return a tensor with the values, in order, where the mask is set, and `rest` elsewhere."""
+    """Return a tensor that has the values, in order, where the mask is true, and `rest` elsewhere."""
     result = torch.full(mask.shape, rest, dtype=dtype)
     result[mask] = torch.tensor([value for row in values for value in row], dtype=dtype)
     return result

@@ -46,7 +46,7 @@ class ExactMatch:
 
 @register_reward("gsm8k")
 def gsm8k(completion: str, answer: str) -> float:
-    """Return 1 if the number after the last `####` is that of the reference answer (18 = 18.0), otherwise 0.
+    """Return 1 if the number after the last `####` equals that of the reference answer (18 = 18.0), otherwise 0.
 
     Args:
         completion: The completion.
@@ -91,7 +91,7 @@ class MathVerify:
         require_math_verify("the reward function 'math_verify'")
 
     def __call__(self, completion: str, answer: str) -> float:
-        """Return the score. Raises ValueError for an unreadable reference answer, TimeoutError if it takes too long."""
+        """Return the score. Raises ValueError for an unreadable reference answer, TimeoutError at a time limit."""
         reference = read_reference(str(answer), self.parsing_seconds)
         return float(are_equal(reference, read_answer(completion, self.parsing_seconds), self.verify_seconds))
 
@@ -104,8 +104,8 @@ class MathVerify:
 class Regex:
     """1 if a pattern is found in the completion, otherwise 0.
 
-    If the pattern has a group `(?P<answer>…)`, the group of the last match must also be the reference answer, apart
-    from white space.
+    If the pattern has a group `(?P<answer>…)`, this group of the last match must also equal the reference answer, apart
+    from white space around both.
 
     Args:
         pattern: A regular expression of Python's `re`. A dot also matches a line break.
@@ -227,7 +227,7 @@ class LengthPenalty:
     """−(tokens − free_tokens) / max_tokens for a completion longer than free_tokens, otherwise 0.
 
     Args:
-        max_tokens: The number of tokens that cost 1; usually `generation.max_new_tokens`.
+        max_tokens: The number of tokens beyond free_tokens that cost 1; usually `generation.max_new_tokens`.
         free_tokens: The number of tokens that cost nothing.
     """
 
@@ -254,7 +254,7 @@ class Overlong:
 
     Args:
         max_tokens: The length at which the score is −1; usually `generation.max_new_tokens`.
-        buffer_tokens: The number of tokens over which it falls.
+        buffer_tokens: The number of tokens over which the score falls.
     """
 
     max_tokens: int

@@ -26,8 +26,8 @@ _PROGRAM = "program.py"
 _LONGEST_ANSWER = 100  # bytes
 
 # The child runs the program, sends an empty line, and then gets one test at a time, with a random number. If the test
-# raises nothing, it answers with this number. A program cannot forge answers by writing to the socket before its tests,
-# because it does not know their numbers. A process that it forked does not run the tests.
+# raises nothing, the child answers with this number. A program cannot forge answers by writing to the socket before its
+# tests, because it does not know their numbers. A process that the program forked does not run the tests.
 _CHILD = """
 import json, os, socket, sys
 descriptor, name = sys.argv[1:]
@@ -55,13 +55,13 @@ leave(0)
 class Code:
     """The share of the record's tests that the program in the completion passes; with `all_or_nothing`, 1 or 0.
 
-    The program is the last block in a code fence, or the whole completion if there is none. The field `tests` of the
-    record is a list of Python statements, such as `assert add(1, 2) == 3`, which run after the program. Or it is a
-    mapping {inputs: […], outputs: […]}: the program is run once for each input, which it reads from its standard input,
-    and must print the output that belongs to it.
+    The program is the last block in a code fence or, without such a block, the whole completion. The field `tests` of
+    the record is a list of Python statements, such as `assert add(1, 2) == 3`, which run after the program. Or it is a
+    mapping {inputs: […], outputs: […]}: the program is run once for each input, reads it from standard input, and must
+    print the corresponding output.
 
     Args:
-        seconds: How long one run of the program may take, in CPU time and by the clock.
+        seconds: The most CPU time, and the most wall-clock time, of one run of the program.
         memory_mb: Memory of the child process, in MiB.
         all_or_nothing: Whether a program has to pass all tests.
     """
@@ -74,7 +74,7 @@ class Code:
         """Return the score of a completion, and the share of the tests that passed.
 
         Raises:
-            ValueError: The tests have neither of these forms, or there are none.
+            ValueError: `tests` has neither of these forms, or is empty.
         """
         blocks = _FENCED.findall(completion)
         program = blocks[-1] if blocks else completion
@@ -159,7 +159,7 @@ def _read_answer(connection: socket.socket, until: float) -> str:
 
 
 def _write(program: str, directory: str) -> Path:
-    """Write a program to a file. A text that is not valid Unicode is written too, and cannot run."""
+    """Write a program to a file. One that is not valid Unicode is written, too, but fails when it is run."""
     path = Path(directory) / _PROGRAM
     path.write_bytes(program.encode(errors="surrogatepass"))
     return path

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 _RANGE = r"-?\d+(?:\.\d+)?\s?(?:-|–|to)\s?\d+(?:\.\d+)?"
-# The scale of the scores, as judges repeat it: "(0-10)", "0-10:" or "(out of 10):".
+# Matches the scale of the scores if a judge repeats it: "(0-10)", "0-10:" or "(out of 10):".
 _SCALE = rf"\W{{0,8}}?(?:[(\[]{_RANGE}[)\]]|(?:{_RANGE}|[(\[](?!\s?-?\d)[^()\[\]\n]{{1,40}}[)\]])\W{{0,4}}?(?=[:=]))"
-# The last "Score: 7", "score = 7.5", "**Score**: 7" or "Score (0-10): 7" of an answer. Its scale alone is not a score.
+# Matches "Score: 7", "score = 7.5", "**Score**: 7" or "Score (0-10): 7", but not a scale without a score.
 PATTERN = (
     rf"(?i)\bscore(?:{_SCALE})?\W{{0,8}}?(?P<score>-?\d+(?:\.\d+)?)"
     r"(?!\d|\.\d|\s?(?:-|–|to)\s?\d+(?:\.\d+)?\s?[)\]:=])"
@@ -47,7 +47,7 @@ Explain your judgement in at most three sentences. Then end with one line of thi
 (useless) to 10 (perfect):
 Score: N
 """
-_SAMPLE_VARIABLES = {"completion", "messages", "turns"}  # a template has at least one of them
+_SAMPLE_VARIABLES = {"completion", "messages", "turns"}  # a template must use at least one of them
 _UNPARSED, _CACHED, _ATTEMPTS = "unparsed", "cached", "attempts"
 _SHOWN = 200  # characters of an answer in a message
 
@@ -60,20 +60,20 @@ class NoScore(ValueError):
 class Judge:
     """The score that a judge gives a completion, by default from 0 to 1.
 
-    The judge is asked once per sample by `POST {url}/chat/completions`. Equal requests are asked once, and answers with
-    a score are kept on disk. The metrics are `unparsed` (the share of answers without a score), `cached` (the share of
-    answers from the disk) and `attempts` (requests for a sample whose answer was not on disk).
+    Each sample is one request, `POST {url}/chat/completions`. Answers with a score are kept on disk, and equal requests
+    at the same time are sent once. The metrics are `unparsed` (the share of answers without a score), `cached` (the
+    share of answers from the disk) and `attempts` (the number of attempts if the answer was not on disk).
 
     Args:
         url: The endpoint's address, such as http://127.0.0.1:8000/v1.
         model: The judge's name at the endpoint.
-        template: The Jinja template of the user message: its text, which contains {{ or {%, or a file. Its variables
+        template: The Jinja template of the user message: a text with {{ or {%, or the path of a file. Its variables
             are the parameters that a reward function may have (docs/rewards.md). None: `TEMPLATE`.
         system: The system message; None sends none.
         options: Further keys of the request. The default is {temperature: 0.0, max_tokens: 512}.
-        pattern: A regular expression; the score is the group `score`, or else the first group, of its last match. None:
-            `PATTERN`.
-        json_key: The key of the score in the last JSON object of the answer, instead of a pattern.
+        pattern: A regular expression. The score is a group of its last match: the group `score` or, if the pattern has
+            no such group, the first one. None: `PATTERN`.
+        json_key: The key of the score in the answer's last JSON object with this key; replaces a pattern.
         score_range: The lowest and the highest score that the judge may give, which become 0 and 1. A score outside
             this range counts as unparsed. None: scores are used unchanged.
         unparsed_score: The score for an answer without a score; `score_range` does not scale it. None: such an answer
@@ -156,7 +156,7 @@ class Judge:
     def _forget(self, key: str, task: asyncio.Task[tuple[str, int]]) -> None:
         del self._requests[key]
         if not task.cancelled():
-            task.exception()  # if all waiting samples have timed out, nothing else retrieves it
+            task.exception()  # otherwise asyncio logs the error if all waiting samples have timed out
 
     async def _ask(self, key: str, body: Mapping[str, object]) -> tuple[str, int]:
         answer, attempts = await self._endpoint.post(body, _read_content)
@@ -173,7 +173,7 @@ class Judge:
 
 
 def _read_content(answer: Any) -> str:
-    """Return the text of a chat completion; "" if it has none, such as one that ended while the model was thinking."""
+    """Return the text of a chat completion; "" if it has none, as when it ended while the model was thinking."""
     try:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
@@ -204,13 +204,13 @@ def _read_template(template: str) -> tuple[Template, set[str]]:
     of_lists = variables & (LIST_PARAMETERS | VERL_PARAMETERS)
     if of_lists:
         raise ValueError(
-            f"{where} uses {sorted(of_lists)}, which a single sample does not have; write prompt and completion"
+            f"{where} uses {sorted(of_lists)}, which a single sample does not have; use prompt and completion"
         )
     return compiled, variables
 
 
 def _make_finder(pattern: str | None, json_key: str | None) -> Callable[[str], float | None]:
-    """Return a function that finds the score in an answer; it returns None if there is no score."""
+    """Return a function that returns the score in an answer, or None if the answer has no score."""
     if json_key is not None:
         if pattern is not None:
             raise ValueError("pattern and json_key are both set; leave one out")
@@ -232,7 +232,7 @@ def _find_in_text(pattern: re.Pattern[str], group: str | int, answer: str) -> fl
 
 
 def _find_in_json(key: str, answer: str) -> float | None:
-    """Return the number under a key of the last JSON object that has the key; None if it is missing or not a number.
+    """Return the number under a key of the last JSON object that has the key; None without such an object or number.
 
     Nested objects are searched, too, except those within an object that has the key.
     """
@@ -250,7 +250,7 @@ def _find_in_json(key: str, answer: str) -> float | None:
 
 
 def _find_last_object(key: str, value: object) -> dict[str, object] | None:
-    """Return the last object with a key in a JSON value, or None if none has it. Objects in it are not searched."""
+    """Return the last object in a JSON value that has a key, or None. The objects within it are not searched."""
     waiting = [value]
     while waiting:
         last = waiting.pop()

@@ -16,7 +16,7 @@ Sent = Literal["string", "tokens", "completion"]
 
 @register_reward("reward_model")
 class RewardModelServer:
-    """The score of the prompt with its completion, as vLLM's endpoints for reward models give it.
+    """The score of a prompt with its completion, from a server with vLLM's endpoints for reward models.
 
     The request is a POST to `url` with `model` and the keys of the chosen `protocol`:
 
@@ -26,12 +26,12 @@ class RewardModelServer:
 
     `sends` selects the form of the sequence:
 
-    - string: the text of all prompt and completion tokens, with special tokens, up to the stop token. The tokens that
-      the tokenizer puts before every text (BOS) are left out, because the server adds them.
+    - string: the text of all prompt and completion tokens, with special tokens, including the stop token. The tokens
+      that the tokenizer puts before every text (BOS) are left out, because the server adds them.
     - tokens: the ids of the same tokens, for a model with the policy's tokenizer.
     - completion: the prompt as reward functions get it, and the completion, without special tokens.
 
-    The score becomes (score − mean) / std, within ±clip. The metrics are `raw`, the score before that, and `attempts`.
+    The result is (score − mean) / std, limited to ±clip. The metrics are `raw` (the server's score) and `attempts`.
 
     Args:
         url: The whole address, such as http://127.0.0.1:8000/pooling.
@@ -83,7 +83,7 @@ class RewardModelServer:
         """Return the score and the metrics.
 
         Raises:
-            ValueError: The sample has no tokens of the whole sequence.
+            ValueError: `sends` needs the tokens of the whole sequence, which the sample lacks.
             EndpointFailed: The server gave no score.
             TimeoutError: It took too long.
         """
@@ -100,7 +100,7 @@ class RewardModelServer:
 
 
 def _take_last(value: object) -> object:
-    """Return the last number of a list, or of lists in it: the score after the last token."""
+    """Return the last number of a list, which may be nested: the score after the last token."""
     while isinstance(value, list) and value:
         value = value[-1]
     return value

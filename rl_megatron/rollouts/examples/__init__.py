@@ -1,1 +1,1 @@
-"""Tasks and environments of the shipped experiments with several turns, which are examples for your own."""
+"""Tasks and environments of the shipped experiments with several turns. They also serve as examples for your own."""

@@ -17,7 +17,7 @@ _HELD_OUT = 10  # one in this many prompts is held out
 class GeneratedConversations(ABC):
     """Generated problems with conversations that demonstrate them.
 
-    A tenth of the prompts is held out. If all problems have the same prompt, held-out problems are just other draws.
+    A tenth of the prompts is held out. If all problems have the same prompt, held-out ones only have another seed.
     """
 
     name: ClassVar[str]
@@ -29,11 +29,11 @@ class GeneratedConversations(ABC):
 
     @abstractmethod
     def conversation(self, problem: Problem, source: random.Random) -> list[Message]:
-        """Return a conversation about a problem, which begins with its prompt."""
+        """Return a conversation that begins with the problem's prompt."""
 
     @abstractmethod
     def reward(self, problem: Problem, completion: str) -> float:
-        """Return the reward of the last turn, besides the rewards of an environment."""
+        """Return the reward of the last turn, which is added to the rewards of an environment."""
 
     def train_problems(self, count: int | None = None, seed: int = 0) -> list[Problem]:
         """Return `count` problems, drawn with replacement from all that are not held out.

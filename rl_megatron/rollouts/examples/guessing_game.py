@@ -20,12 +20,12 @@ _LARGEST = 99  # a number has two digits
 class GuessingTask(GeneratedConversations):
     """The problem `01-16`: find a number from 1 to 16. Problems differ in the number, which the prompt hides.
 
-    The demonstrations guess at random. Only some of the guesses agree with the answers before.
+    The demonstrations guess at random. Only some of the guesses agree with the earlier answers.
 
     Args:
         num_numbers: The largest number.
         num_guesses: The guesses of a demonstration.
-        share_of_right_guesses: The share of guesses that are chosen to agree with the answers before.
+        share_of_right_guesses: The share of guesses that are chosen to agree with the earlier answers.
 
     Raises:
         ValueError: There are fewer than 2 numbers or more than 99, there is no guess, or the share is outside [0, 1].

@@ -18,14 +18,15 @@ COMMANDS = (*(f"go {way}" for way in _MOVES), "take key", "open door")
 
 @dataclass(frozen=True)
 class TextWorldTask(GeneratedConversations):
-    """Problems such as `at b2, key c1, door a3`: squares on a map, which has letters down and numbers across.
+    """Problems such as `at b2, key c1, door a3`, which name squares on a map.
 
-    In the demonstrations, some commands lead to the goal, and the others are random. Few demonstrations reach it.
+    Letters run from north to south, numbers from west to east. In the demonstrations, some commands lead to the goal,
+    and the others are random. Few demonstrations reach the goal.
 
     Args:
         size: The number of squares from north to south, and from west to east.
-        num_turns: The most commands of a solution, and of a demonstration.
-        share_of_right_commands: The share of commands in demonstrations that lead to the goal.
+        num_turns: The most commands that a solution needs, and that a demonstration has.
+        share_of_right_commands: The share of a demonstration's commands that lead to the goal.
 
     Raises:
         ValueError: The size is below 2 or above 9, there are fewer than 3 turns, or the share is outside [0, 1].

@@ -1,4 +1,4 @@
-"""The task of the experiment `calculator_tool`: sums that a small model needs a calculator for."""
+"""The task of the experiment `calculator_tool`: sums for which a small model needs a calculator."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ToolSums(GeneratedConversations):
         return Problem("+".join(map(str, terms)), str(sum(terms)))
 
     def conversation(self, problem: Problem, source: random.Random) -> list[Message]:
-        """Return the sum and its answer, with a call of the calculator in `share_of_calls` of all conversations."""
+        """Return the sum and its answer; with probability `share_of_calls`, the calculator is called in between."""
         messages: list[Message] = [{"role": "user", "content": problem.prompt}]
         if source.random() < self.share_of_calls:
             messages.append({"role": "assistant", "content": f'[calculator(expression="{problem.prompt}")]'})

@@ -1,4 +1,4 @@
-"""The bodies of answers in the format of OpenAI's API, whole or in pieces."""
+"""Build answers in the format of OpenAI's API: whole bodies, or the pieces of a stream."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_application(find_session: Callable[[str], Session | None]) -> Starlette:
-    """Return the application. `find_session` returns the session of a key, or None if the key has none."""
+    """Return the application. `find_session` returns the session of a key, or None if the key belongs to none."""
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})

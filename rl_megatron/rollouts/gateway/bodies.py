@@ -22,7 +22,7 @@ _SHORT = 1 << 16  # characters that the decoder in C reads in a few milliseconds
 
 
 class RequestRefused(Exception):
-    """A request that is answered with an error in the format of OpenAI's API.
+    """The error that answers a request, in the format of OpenAI's API.
 
     Attributes:
         status: The HTTP status.
@@ -44,26 +44,27 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """The limits of a trajectory's bodies: the tokens of its context, and the characters of the longest token."""
+    """The size limits of requests, which follow from the context length and the characters of the longest token."""
 
     context: int
     longest_token: int
 
     @property
     def num_bytes(self) -> int:
-        """Return the most bytes of a body. A token with JSON escapes rarely has more than nine bytes."""
+        """Return the most bytes that a body may have. A token with JSON escapes rarely has more than nine bytes."""
         return _LEAST_BYTES + _BYTES_OF_A_TOKEN * self.context
 
     @property
     def characters(self) -> int:
-        """Return the most characters of a text: a longer one has more tokens than the context."""
+        """Return the most characters that a text may have: a longer one has more tokens than fit the context."""
         return self.context * self.longest_token
 
     @property
     def values(self) -> int:
-        """Return the most lists and objects of a long body, and the most values of a message or another parameter.
+        """Return the limit on the lists and objects of a long body, and on the values of a message or other parameter.
 
-        Each of these costs at least one token. The floor for small contexts allows values that no template writes.
+        A template turns each of these into at least one token. Small contexts get a higher limit, because requests
+        also have values that no template writes.
         """
         return max(_LEAST_VALUES, self.context)
 
@@ -101,8 +102,8 @@ def check_value(value: object, where: str, limits: BodyLimits) -> None:
     """Check a JSON value level by level, because recursion would overflow on a deep one.
 
     Raises:
-        RequestRefused: It is nested too deeply or too large, or has text that is not Unicode.
-        HistoryFull: It is too large, and is a parameter that becomes tokens.
+        RequestRefused: It is nested too deeply, has text that is not Unicode, or is too large.
+        HistoryFull: It is too large, and the parameter is one that becomes tokens.
     """
     level, number = [value], 0
     for _ in range(MOST_LEVELS + 1):  # the last level has no lists or objects
@@ -155,7 +156,7 @@ class _Yielding(json.JSONDecoder):
     """The JSON decoder in pure Python, which lets other threads run."""
 
     def __init__(self, most: int) -> None:
-        """Refuse more than `most` lists and objects with HistoryFull: they would slow down the garbage collector."""
+        """Raise HistoryFull for more than `most` lists and objects: they would slow down the garbage collector."""
         super().__init__()
         self._most = self._left = most
         self.parse_array = self._count(decoder.JSONArray)  # pyright: ignore[reportAttributeAccessIssue]
@@ -180,7 +181,7 @@ def read_json(text: str | bytes, most: int) -> Any:
     Raises:
         ValueError: It is not JSON.
         RecursionError: It is nested too deeply.
-        HistoryFull: It is long, and has more lists and objects than `most`.
+        HistoryFull: It is long, and has more than `most` lists and objects.
     """
     return json.loads(text) if len(text) <= _SHORT else json.loads(text, cls=_Yielding, most=most)
 
