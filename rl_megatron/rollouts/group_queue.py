@@ -1,7 +1,7 @@
 """`GroupQueue`: which groups of trajectories run, wait to be learned from, or are dropped, in asynchronous training.
 
-The prompts of a stage form a stream, and a group is the trajectories of the prompt at one position of it. The queue
-only selects groups. It runs nothing and has no clock, so its rules can be tested without an engine.
+The prompts of a stage form a stream, and a group is the trajectories of one prompt of the stream. The queue only
+selects groups. It runs nothing and has no clock, so its rules can be tested without an engine.
 
 Ages are counted in steps. The weights of step s are those with which step s begins. A token that they sampled has age
 t − s when step t learns from it, and the age of a group is that of its oldest token.
@@ -19,7 +19,7 @@ TOO_OLD, EQUAL_REWARDS, NOT_IN_TIME = "too old", "equal rewards", "not in time" 
 
 @dataclass(frozen=True)
 class QueueRules:
-    """The limits of the number of groups that run, and of their ages.
+    """The limits of the number and the ages of groups.
 
     Attributes:
         per_step: The number of groups that a step learns from.
@@ -27,10 +27,10 @@ class QueueRules:
         max_age: The largest age of a group, in steps.
         over_sampling: How many groups are made for a step, as a multiple of `per_step`. With 1, every group is learned
             from, in the order of the stream.
-        keeps_unfinished: With over-sampling, whether groups that a step did not wait for continue, and later steps
-            learn from them. Otherwise they are dropped.
+        keeps_unfinished: With over-sampling, what happens to groups for which a step did not wait: if True, they
+            continue and later steps learn from them; if False, they are dropped.
         rounds: With `drops_equal`, how many groups may be made for a step, as a multiple of `per_step`.
-        drops_equal: Whether groups whose rewards are all equal are dropped, and others are made instead.
+        drops_equal: Whether groups whose rewards are all equal are dropped and replaced.
     """
 
     per_step: int
@@ -50,7 +50,7 @@ class QueueRules:
 @dataclass
 class _Group:
     started: int  # the step whose weights the engine had when the group was started
-    oldest: int | None = None  # the step of the weights of its oldest token, once it is complete
+    oldest: int | None = None  # the step whose weights sampled its oldest token; None until it is complete
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class EndedGroups:
         used: The groups that the step learns from, in the order of the stream, with their ages.
         dropped: Further groups that ended, with the reason.
         running: The dropped groups that still run.
-        num_refilled: The number of groups that were started instead of dropped ones.
+        num_refilled: The number of groups that were started to replace dropped ones.
     """
 
     used: Mapping[int, int]
@@ -123,7 +123,7 @@ class GroupQueue:
         return number
 
     def complete(self, number: int, oldest: int, differs: bool = True) -> bool:
-        """Record that a group is complete, with the step of its oldest token's weights; return whether it stays."""
+        """Record a complete group; return False if it is dropped. `oldest` is the step whose weights are its oldest."""
         self._groups[number].oldest = oldest
         rules = self._rules
         if differs or not rules.drops_equal:
@@ -146,7 +146,7 @@ class GroupQueue:
         return len(first) == self._wanted and all(group.oldest is not None for group in first)
 
     def take(self) -> EndedGroups:
-        """Return the groups of the next step, which must be ready, and the other groups that have ended."""
+        """Return the groups of the next step, and the other groups that have ended; `is_ready` must be True."""
         step, rules = self._step, self._rules
         used = {number: step - oldest for number, oldest in self._find_complete()[: self._wanted]}
         for number in used:
@@ -186,7 +186,7 @@ class GroupQueue:
         self._step += 1
 
     def leave_out(self, num_steps: int) -> None:
-        """Leave out the groups of the next `num_steps` steps; no group has been started yet."""
+        """Leave out the groups of the next `num_steps` steps. Call this before any group is started."""
         for _ in range(num_steps * self._rules.per_step):
             if self._again:
                 self._again.pop(0)
@@ -200,7 +200,7 @@ class GroupQueue:
         return self._rules.per_step - self._num_missing
 
     def _count_capacity(self, weights: int) -> int:
-        """Return how many groups may run or wait, now that the engine has the weights of a step."""
+        """Return how many groups may run or wait while the engine has the weights of step `weights`."""
         rules = self._rules
         steps_ahead = min(weights + rules.max_age, rules.num_steps) - self._step
         if steps_ahead < 0:  # the weights are too old for the next step, or no step is left
@@ -208,7 +208,7 @@ class GroupQueue:
         return rules.for_next_step - self._num_missing + rules.per_step * steps_ahead
 
     def _find_complete(self) -> list[tuple[int, int]]:
-        """Return the complete groups, each with the step of its oldest token, in the order of the stream."""
+        """Return (number, step of its oldest weights) of each complete group, in the order of the stream."""
         return [(number, group.oldest) for number, group in self._groups.items() if group.oldest is not None]
 
     def _drop(self, number: int, reason: str) -> None:

@@ -1,7 +1,7 @@
-"""Histories: the tokens of a trajectory, which only grow, and the messages that they come from.
+"""Histories: the growing token sequence of a trajectory, and the messages that the tokens come from.
 
-The tokens of a completion stay as the engine sampled them, and are never encoded again from text. The text between two
-completions is rendered once, together with the whole conversation, to check that the template has not changed the past.
+The tokens of a completion stay as the engine sampled them, and are never encoded again from text. To get the text
+between two completions, the whole conversation is rendered; this also shows if the template has changed the past.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rl_megatron.rollouts.trajectory import HistoryFull, Segment, Trajectory, Tu
 
 OnRewrite = Literal["branch", "keep", "error"]
 _PLACEHOLDER = "TURN-8d2f41"  # stands for the text of a turn
-_INVISIBLE = "\u200b"  # a space of no width
+_INVISIBLE = "\u200b"  # a zero-width space
 
 
 class PastRewritten(RuntimeError):
@@ -32,7 +32,7 @@ class Completes(Protocol):
     """The part of a `RolloutClient` that a history uses."""
 
     def fitting(self, num_tokens: int, sampling: Sampling | None = None) -> Sampling:
-        """Return the sampling of the next completion after `num_tokens` tokens."""
+        """Return how to sample the completion that follows `num_tokens` tokens."""
         ...
 
     async def complete(self, ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
@@ -63,9 +63,9 @@ def check_length(text: str, most_characters: int | None) -> None:
 
 
 def escape_special_tokens(message: Message, tokenizer: Tokenizer) -> dict[str, object]:
-    """Return a message or tool with broken names of special tokens, so that only the chat template writes such tokens.
+    """Return a message or tool that cannot produce special tokens when it is encoded; only the chat template can.
 
-    An invisible character is inserted into names of special tokens, in the content and in arguments of tool calls.
+    An invisible character is inserted into the names of special tokens, everywhere but in `role`.
     """
     names = sorted(tokenizer.special_tokens, key=len, reverse=True)
     return {str(key): value if key == "role" else _break_special_tokens(value, names) for key, value in message.items()}
@@ -93,7 +93,7 @@ class History(ABC):
     def __init__(
         self, client: Completes, ids: Sequence[int], messages: Sequence[Message], most_characters: int | None = None
     ):
-        """Begin with tokens and their messages; texts with more than `most_characters` are not encoded."""
+        """Begin with tokens and their messages; a text of more than `most_characters` raises HistoryFull."""
         self.messages: list[Message] = list(messages)
         self._most_characters = most_characters
         self._client = client
@@ -146,7 +146,7 @@ class History(ABC):
 
     @abstractmethod
     def extend(self, messages: Sequence[Message]) -> None:
-        """Append messages that the policy did not write, so that its next turn follows."""
+        """Append messages that the policy did not write; its next turn follows them."""
 
     @abstractmethod
     def _note(self, completion: Completion, sampling: Sampling) -> None:
@@ -168,7 +168,7 @@ class History(ABC):
 
         Args:
             reward: The environment's reward for the whole trajectory, besides the rewards of turns.
-            truncated: Whether the trajectory was cut off; None: whether its last completion was cut off.
+            truncated: Whether the trajectory was cut off. None: True if its last completion was.
             metadata: What reward functions get as `metadata`.
         """
         segments = self.segments()
@@ -192,7 +192,7 @@ class History(ABC):
         return shortened
 
     def find_segment(self, turn: int) -> int:
-        """Return the number of the segment that has a completion; completions are numbered from 1."""
+        """Return the number of the segment with completion `turn`; completions are numbered from 1."""
         return self._ends[turn - 1].segment
 
     def messages_until(self, turn: int) -> list[Message]:
@@ -204,7 +204,7 @@ class History(ABC):
         return turn == self.num_turns and len(self.messages) == self._ends[turn - 1].num_messages
 
     def fork(self, turn: int) -> Self:
-        """Return a history that continues after a completion of this one, with the same tokens.
+        """Return a history that continues after completion `turn` of this one, with the same tokens up to there.
 
         The completions so far are context of the new history, and not its own completions. Completions are numbered
         from 1.
@@ -342,7 +342,7 @@ class ChatHistory(History):
         self._ids = self._tokenizer.encode_special(rendered).ids
 
     def _render_after_last_turn(self, num_new: int) -> str:
-        """Return the template's text after the last completion, or raise PastRewritten if it changes that turn."""
+        """Return the template's text after the last completion, or raise PastRewritten if that text cannot be found."""
         conversation, last = self._build_conversation(), len(self.messages) - num_new - 1
         conversation.messages[last]["content"] = _PLACEHOLDER
         _, *rest = self._template.prompt(conversation).split(_PLACEHOLDER)

@@ -1,7 +1,7 @@
-"""The child's side of `hosts`, which starts the process and sends calls of users' code over a socket.
+"""The child process of `hosts`: it runs the calls of users' code that it gets over a socket.
 
-The code may do anything: raise, print, wait, hang, or end the process. Every call is marked in shared memory while it
-runs, so that the parent process knows which call was running if the process ends.
+Users' code may do anything: raise, print, wait, hang, or end the process. Every call is marked in shared memory while
+it runs, so that the parent process knows which call was running if the process ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rl_megatron.workers.frames import read_frame, write_frame
 from rl_megatron.workers.plain_data import BadAnswer, dump_plain, to_plain
 
 LOADING, RUNNING = 0, 1  # whether a call imports the user's module, or runs the user's code
-_SECONDS_BETWEEN_TOUCHES = 0.1  # by an event loop that nothing blocks
+_SECONDS_BETWEEN_TOUCHES = 0.1  # if nothing blocks the event loop
 _LONGEST_MESSAGE = 4000  # characters of an error
 
 
@@ -96,9 +96,9 @@ class HostWorker:
             self._send("failed", number, f"took longer than {timeout:g} seconds")
 
     async def _answer(self, number: int, call: Callable[[], object]) -> None:
-        """Call the user's code, and send its result. The call stays marked until then: it may have closed the socket.
+        """Call the user's code, and send its result. The call stays marked until then: its code may close the socket.
 
-        A result after the time limit is also sent, and the other end ignores it.
+        A result is also sent after the time limit; the parent process ignores it.
         """
         try:
             result, is_async = await call_user_code(call)

@@ -1,4 +1,4 @@
-"""Hold an environment of `verifiers` in a process for users' code, which may run another interpreter."""
+"""Hold an environment of `verifiers` in a process for users' code, which may use another interpreter."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def check(name: str, kwargs: Mapping[str, object]) -> None:
 
 
 def build_example(record: Mapping[str, object], messages: Sequence[Message]) -> dict[str, Any]:
-    """Return the example for a record that is not from the environment, with the messages of its prompt."""
+    """Return the example for a record that is not from the environment; `messages` are its prompt."""
     example = {"prompt": list(messages), "answer": str(record.get("answer", "")), "info": {}, "example_id": 0}
     return example | {name: record[name] for name in _FIELDS if record.get(name) is not None}

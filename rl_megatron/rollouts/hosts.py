@@ -22,7 +22,7 @@ _MODULE = "rl_megatron.rollouts.host_child"
 _SECONDS_TO_LOAD = 120.0  # for the start of a process, and for the import of a user's module
 _SECONDS_BETWEEN_LOOKS = 0.1
 _GRACE_SECONDS = 1.0  # a process counts as hung if its event loop has not run for this long beyond all limits
-_MESSAGE_BYTES = 1 << 16  # of a message besides its answer
+_MESSAGE_BYTES = 1 << 16  # of a message, in addition to its answer
 _SECONDS_TO_CLOSE = 10.0
 _FUNCTION_OWNER = -1  # the owner of calls of functions
 
@@ -182,7 +182,7 @@ class HostProcess:
 
         Args:
             guilty: The call that is the cause.
-            why: How a message about that call, or about the process, continues; None: the process has ended by itself.
+            why: What the guilty call (or the process, if there is none) did; None: the process has ended by itself.
         """
         if self.has_ended:
             return
@@ -252,7 +252,7 @@ class ProcessHosts:
             kwargs: The arguments of the class.
             timeout: The longest time of its creation, in seconds, without the import of its module and of `imports`.
             shown: Its name in messages; None: the target.
-            imports: Import strings that the target loads. They are loaded first, which does not count as its time.
+            imports: Import strings that the target loads. They are loaded first, without this time limit.
         """
         process = self._choose_process(by_objects=True)
         number, shown = next(self._numbers), shown or target
@@ -270,7 +270,7 @@ class ProcessHosts:
         return hosted
 
     async def call(self, target: str, kwargs: Mapping[str, object], timeout: float) -> Any:
-        """Return what the function `target` returns, which is called in a process with the fewest calls.
+        """Call the function `target` in the process with the fewest calls, and return its result.
 
         A function that is not async waits for a process that runs no other such function. `timeout` is in seconds,
         without the import of the function's module.

@@ -1,4 +1,4 @@
-"""The environment `openenv`: a session at a server of OpenEnv, through a client of the library `openenv-core`."""
+"""The environment `openenv`: a session on an OpenEnv server, through a client of the library `openenv-core`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPENENV = "openenv"
 _KEY = "rollout.environment.kwargs"
 _ANY_CLIENT = "openenv.core.generic_client:GenericEnvClient"
 _NOT_SHOWN = ("done", "reward", "metadata")  # fields that every observation has
-_REFUSED = "VALIDATION_ERROR"  # the code of a server that cannot read an action
+_REFUSED = "VALIDATION_ERROR"  # the error code of a server that cannot read an action
 
 
 class OpenEnv:
@@ -45,11 +45,11 @@ class OpenEnv:
             client_kwargs: Further arguments of the client.
             action: The import string of the action's class, whose fields the policy writes as JSON, or of a function
                 that takes the policy's text and returns an action. None: the action is a mapping.
-            action_field: The field of the action that the policy's text becomes; None: the text is JSON of all fields.
-            observation: The import string of a function that returns the message for an observation, or messages.
-            observation_field: The field of an observation that is the message; None: JSON of all fields.
+            action_field: The field of the action that gets the policy's text; None: the text is JSON with all fields.
+            observation: The import string of a function that returns one or more messages for an observation.
+            observation_field: The field of an observation that becomes the message; None: JSON of its fields.
             reset_fields: The fields of the record that the server's `reset` gets.
-            malformed_reward: The reward of a turn that is not an action. The policy gets the error, and continues.
+            malformed_reward: The reward of a turn that is not a valid action. The policy gets the error, and continues.
 
         Raises:
             ConfigError: The library is not installed, or an import string cannot be loaded.
@@ -57,8 +57,8 @@ class OpenEnv:
         if importlib.util.find_spec("openenv") is None:
             raise ConfigError(
                 f"rollout.environment.name={OPENENV} needs the Python package openenv-core, which {sys.executable} "
-                "does not have; pip install 'rl_megatron[openenv]', or name the interpreter of an environment that has "
-                "it in rollout.environment.python"
+                "does not have; pip install 'rl_megatron[openenv]', or set rollout.environment.python to an "
+                "interpreter that has it"
             )
         if observation is not None and observation_field is not None:
             raise ConfigError(f"{_KEY} has observation and observation_field; leave one out")
@@ -119,7 +119,7 @@ class OpenEnv:
         else:
             fields = json.loads(answer)
             if not isinstance(fields, dict):
-                raise ValueError("an action is a JSON object with its fields")
+                raise ValueError("an action must be a JSON object with the action's fields")
         return fields if make is None else make.model_validate(fields)  # pyright: ignore[reportFunctionMemberAccess]
 
     def _refuse_action(self, error: Exception, reset_reward: float) -> EnvironmentStep:

@@ -13,9 +13,9 @@ from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.schema import StageConfig
 
 _STEPS = 5  # the number of steps that a warning is about
-_MOST_WAITING = 0.5  # the share of time in which training may wait
+_MOST_WAITING = 0.5  # the share of time in which training may wait without a warning
 _MOST_IDLE = 0.1  # above this share of idle time, the bound on ages limits the engine
-_MOST_TOO_OLD = 0.25  # the share of groups that may be dropped as too old
+_MOST_TOO_OLD = 0.25  # the share of groups that may be dropped as too old without a warning
 # A step must become shorter by this share before another division is better than the one that was measured.
 _LEAST_GAIN = 0.05
 
@@ -23,15 +23,15 @@ _LEAST_GAIN = 0.05
 class AsyncPace:
     """The measurements of the last steps of an asynchronous stage, with two warnings, each of which is logged once.
 
-    The bound on ages always holds, because groups wait to start and training waits for groups. A bound that does not
-    suit the engine's speed therefore costs time or, with over-sampling, drops the groups that take longest.
+    No age exceeds `rollout.max_trajectory_age_steps`, because groups wait to start and training waits for groups. A
+    bound that does not suit the engine's speed therefore costs time or, with over-sampling, drops the slowest groups.
 
     Attributes:
         devices: The metrics `trainer_devices` and `engine_devices`.
     """
 
     def __init__(self, name: str, stage: StageConfig, per_step: int, num_ranks: int):
-        """Start without steps of the stage, each of which learns from `per_step` groups."""
+        """Start with no recorded steps. Each step learns from `per_step` groups."""
         self._name, self._last_step = name, stage.train.steps
         self._max_age, self._per_step = stage.rollout.max_trajectory_age_steps, per_step
         self._balance = DeviceBalance()
@@ -41,7 +41,7 @@ class AsyncPace:
         self.devices = {"trainer_devices": float(num_ranks), "engine_devices": float(engine)}
 
     def note(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step, and log warnings on rank 0, and a report after the last step.
+        """Record a step; rank 0 logs warnings, and a report after the last step.
 
         The metrics are `trainer_idle`, `engine_idle` and `dropped_groups_too_old`. A step without `trainer_idle`, such
         as the first step of a stage, is ignored.
@@ -108,9 +108,9 @@ class Division(NamedTuple):
 
 
 class DeviceBalance:
-    """The shares of time in which training and the engine work, over the steps of an asynchronous stage.
+    """The shares of time in which training and the engine are busy, over the steps of an asynchronous stage.
 
-    The time of a part is assumed to be inversely proportional to its devices.
+    The busy time of each is assumed to be inversely proportional to its number of devices.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class DeviceBalance:
     def find_best(self, divisions: Iterable[Division]) -> Division | None:
         """Return the division whose slower part takes the least time, or None if no step has been recorded.
 
-        The measured division is returned if it is among the divisions and no other one makes a step shorter by 5 %.
+        The measured division is returned if it is among `divisions` and no other shortens a step by at least 5 %.
         """
         measured = self.summarise()
         if measured is None:
@@ -191,7 +191,7 @@ class DeviceBalance:
 def count_engine_devices(generation: GenerationConfig, num_nodes: int) -> int:
     """Return how many devices the rollout engine has according to the configuration.
 
-    If no servers are named, each training node starts some.
+    If no servers are named, each training node starts `num_servers`.
     """
     if generation.engine not in ("vllm", "sglang"):
         return generation.num_engines
@@ -205,5 +205,5 @@ def count_devices_per_server(generation: GenerationConfig) -> int:
 
 
 def count_training_nodes(world_size: int) -> int:
-    """Return the number of nodes of this run's ranks."""
+    """Return on how many nodes this run's ranks are."""
     return max(world_size // int(os.environ.get("LOCAL_WORLD_SIZE") or world_size), 1)

@@ -1,4 +1,4 @@
-"""The record of the rollouts of steps: files that a run can learn from again, and the log of an asynchronous run.
+"""The recorded rollouts of steps: files that a run can learn from again, and the log of an asynchronous run.
 
 The log is the file `log.jsonl` beside the files, one JSON object per step: which groups the step has learned from, in
 what order, and how old they were. A step's file of rollouts, and then its line of the log, are synced to disk before
@@ -46,7 +46,7 @@ class LoggedGroup:
         number: Its position in the stream of prompts.
         location: The location of its record in the data.
         ages: The age of each trajectory, in steps.
-        versions: The oldest and the newest version of the weights that sampled its tokens; empty if all failed.
+        versions: The oldest and the newest version of the weights that sampled its tokens; empty if there are none.
     """
 
     number: int
@@ -60,7 +60,7 @@ class LoggedStep:
     """The entry of a step in the log.
 
     Attributes:
-        used: The groups that it learned from, in the order of the batch.
+        used: The groups that the step learned from, in the order of the batch.
         dropped: The groups that were dropped since the last step, with the reason.
         metrics: The metrics of its rollouts, which cannot be computed again.
     """
@@ -107,7 +107,7 @@ class RolloutLog:
             os.fsync(file.fileno())
 
     def forget(self, after: int) -> None:
-        """Remove the steps after step `after`, to which the run has rolled back. The file is replaced atomically."""
+        """Remove the steps after `after`, the step to which the run rolled back. The file is replaced atomically."""
         kept = [step for number, step in self.read().items() if number <= after]
         if not self._path.exists():
             return
@@ -223,7 +223,7 @@ class RolloutRecord:
         return self._ranks.run_on_rank0(lambda: self._read_batch(read_rows(rollout_file(self._directory, step))))
 
     def add(self, round_: int, rollouts: Batch, prompts: Sequence[EncodedPrompt], metrics: RewardMetrics) -> None:
-        """Add the rollouts of a round, which get the fact `draw_order` if any are written."""
+        """Add the rollouts of a round, and give them the fact `draw_order`, if the run saves rollouts."""
         if not self._config.save_every:
             return
         if round_ == 0:
@@ -264,7 +264,7 @@ class RolloutRecord:
             self._change_log(lambda: self.log.append(line))
 
     def forget_steps(self, after: int) -> None:
-        """Remove the steps after step `after`, to which the run has rolled back, from the log. Collective."""
+        """Remove from the log the steps after `after`, the step to which the run rolled back. Collective."""
         self._change_log(lambda: self.log.forget(after))
 
     def _change_log(self, change: Callable[[], None]) -> None:

@@ -30,8 +30,8 @@ from rl_megatron.training.metrics import NonFiniteLoss
 
 _T = TypeVar("_T")
 _RETRY_SEEDS = 1 << 32  # the difference between the seeds of two attempts
-# The most retries after another call ended the process of an attempt, and after the process ended for an unknown
-# reason. Usually that other call was a failed attempt of another task, so retries of the first kind come to an end.
+# The most retries of an attempt whose process ended: because of another attempt's call, and for an unknown reason.
+# Usually that other attempt fails because of its call, so retries of the first kind come to an end.
 _MOST_LOSSES, _MOST_UNEXPLAINED_LOSSES = 1000, 10
 
 
@@ -52,10 +52,10 @@ class RolloutRules:
     """The limits of tasks, and the handling of failures.
 
     Attributes:
-        on_rewrite: What happens if a chat template rewrites the past; see `ChatHistory`.
+        on_rewrite: What happens if a chat template changes earlier messages; see `ChatHistory`.
         concurrency: The most tasks that run at the same time.
         retries: How often a task that fails is tried again.
-        timeout_seconds: The longest time of an attempt, without the time of the engine; None for no limit.
+        timeout_seconds: The longest time of an attempt, without its waits for the engine; None for no limit.
         fails_run: Whether a task that has failed in all attempts ends the run.
         seconds_to_end: How long an attempt may take to end when it is cancelled.
     """
@@ -199,7 +199,7 @@ class RolloutRunner:
                 )
                 if isinstance(error, HostLost) and losses[error.by_another_call] > 0:
                     losses[error.by_another_call] -= 1
-                    log.LOGGER.warning("%s; it begins again, which does not count as an attempt", failure)
+                    log.LOGGER.warning("%s; the trajectory begins again, which does not count as an attempt", failure)
                     continue
                 failed += 1
                 log.LOGGER.warning("%s; attempt %d of %d", failure, failed, rules.retries + 1)
@@ -208,7 +208,7 @@ class RolloutRunner:
         return TaskResult(task, None, failure, tries)
 
     async def _make_trajectory(self, client: RolloutClient, sampling: Sampling) -> Trajectory:
-        """Return the worker's trajectory, after the check that its tokens are those of the engine."""
+        """Run the worker; return its trajectory after checking that the sampled tokens are those of the engine."""
         try:
             trajectories = list(await self._worker(client, client.prompt.record.values, sampling))
         except (SystemExit, KeyboardInterrupt) as error:  # either would end the loop
@@ -234,13 +234,13 @@ async def run_within_limit(
     key: str = "rollout.timeout_seconds",
     seconds_to_end: float = 5.0,
 ) -> _T:
-    """Return the result of a coroutine, or cancel it at a time limit and raise TimeoutError.
+    """Return the result of a coroutine; if it takes longer than `seconds`, cancel it and raise TimeoutError.
 
     Args:
         work: The coroutine.
         seconds: The longest time that it may take, without the time in which the client waits for the engine.
         client: The client.
-        key: The configuration key of this time, for the message.
+        key: The configuration key of this limit, for the message.
         seconds_to_end: How long it may take to end after it is cancelled.
     """
     if seconds is None:
@@ -262,17 +262,17 @@ async def run_within_limit(
 
 
 class Rounds:
-    """The tasks of one draw on an asyncio loop, whose requests the rollout engine gets in rounds.
+    """The tasks of one draw, which run on an asyncio loop and send requests to the rollout engine in rounds.
 
     A round has the requests of all trajectories that still run: it begins when each of them waits for the engine. The
-    engine's batches do not depend on how long environments and tools take, so that equal runs get equal results.
+    engine's batches thus do not depend on how long environments and tools take, so equal runs get equal results.
     All methods run on the loop.
     """
 
     def __init__(self, run: Callable[[RolloutTask, Answer], Coroutine[Any, Any, TaskResult]], most: int):
-        """Start without tasks; `run` runs one of them, at most `most` at the same time."""
+        """Start without tasks. `run` runs one task; at most `most` tasks run at the same time."""
         self._run, self._most = run, most
-        self._running: dict[int, int] = {}  # the number of each task that runs, and how many of its requests wait
+        self._running: dict[int, int] = {}  # number of a running task → how many of its requests wait
         self._waiting: dict[str, tuple[int, Request, asyncio.Future[Completion]]] = {}
         self._work: list[asyncio.Task[TaskResult]] = []
         self._num_unstarted = 0

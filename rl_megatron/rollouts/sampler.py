@@ -37,10 +37,10 @@ _ROUNDS_PER_SEED = 1000  # distance between the seeds of two steps, so that thei
 class Sampler:
     """The sampler of scored trajectories for the prompts of a step.
 
-    The prompts of a stage form a stream of rounds, each with the groups of a step. The prompts and random numbers of a
-    group depend only on `train.seed` and on its position in the stream. In synchronous training, all ranks produce the
-    rounds of a step together. In asynchronous training, rank 0 produces the groups of coming steps, in the order of the
-    same stream, while all ranks train.
+    The prompts of a stage form a stream of rounds, each with `prompts_per_step` prompts. The prompt and the random
+    numbers of a group depend only on `train.seed` and the group's position in the stream. In synchronous training, all
+    ranks produce the rounds of a step together. In asynchronous training, rank 0 produces the groups of coming steps,
+    in the order of the same stream, while all ranks train.
 
     A resumed run therefore samples the same as an uninterrupted run. In asynchronous training it first learns again
     from the tokens of the logged steps, and then repeats the groups that were not complete.
@@ -190,7 +190,7 @@ class Sampler:
         outcome |= self._record.read_logged_metrics(step)
         if self._drops_equal:
             outcome["sampling_rounds"] = float(len(rounds))
-            used = [part for part in used if part.size] or rounds[-1:]  # if no group differs, the step has no gradient
+            used = [part for part in used if part.size] or rounds[-1:]  # if no rewards differ, the step has no gradient
         return join(used, wanted), outcome
 
     def _make_round(self, step: int, round_: int) -> tuple[Batch, RewardMetrics]:
@@ -276,7 +276,7 @@ class Sampler:
 
 
 def derive_batch_seed(seed: int, batch_number: int) -> int:
-    """Return the seed of the first round of a batch, numbered from 1; further rounds have the next seeds."""
+    """Return the seed of the first round of a batch (counted from 1); further rounds have the next seeds."""
     return (seed * 1_000_003 + batch_number) * _ROUNDS_PER_SEED
 
 

@@ -130,13 +130,13 @@ class ScoredRollouts:
     ) -> Scored | None:
         """Return one scored trajectory for each prompt on rank 0, and None on other ranks. Collective.
 
-        The masks and rewards of a failed trajectory are 0. Those of the rest of its group are 0, too, either always or
-        if too few of the group succeeded, according to `on_failure`.
+        The masks and rewards of a failed trajectory are 0. According to `on_failure`, those of the rest of its group
+        are also 0, either always or if too few of the group succeeded.
 
         Args:
             engine: The engine, which has the policy's current weights.
             prompts: The prompts; only rank 0 needs them.
-            sampling: How completions are sampled if the worker does not choose.
+            sampling: How completions are sampled unless the worker chooses otherwise.
             seed: The seed of all random numbers of the engine.
             group_size: How many consecutive trajectories are compared with each other.
 
@@ -205,7 +205,7 @@ class ScoredRollouts:
     def _add_rewards(
         self, batch: BatchedDataDict, results: Sequence[TaskResult], scores: Scores, group_size: int
     ) -> Scored:
-        """Add rewards to a batch, and set the masks of trajectories that do not count to 0."""
+        """Add rewards to a batch, and set to 0 the masks of trajectories that do not count."""
         succeeded, counts = scores.succeeded, self.on_failure.samples_that_count(scores.succeeded, group_size)
         if not counts.any():
             first = next(result.failure for result in results if result.trajectory is None)
@@ -234,7 +234,7 @@ class ScoredRollouts:
         return Scored(**vars(scores), batch=batch, num_sampled=num_sampled)
 
     def _log_masked(self, results: Sequence[TaskResult], left: torch.Tensor, masked: torch.Tensor) -> None:
-        """Log each `masked` group, [groups] bool, of which some samples succeeded; `left` [groups] is their number."""
+        """Log each group that is `masked` although some samples succeeded; `left` [groups] counts these samples."""
         size = len(results) // len(left)
         for number in (masked & (left > 0)).nonzero()[:, 0].tolist():
             failure = next(r.failure for r in results[number * size :] if r.trajectory is None)
@@ -246,7 +246,7 @@ class ScoredRollouts:
 
 
 def build_tasks(prompts: Sequence[EncodedPrompt], seed: int, first: int = 0) -> list[RolloutTask]:
-    """Return the tasks of prompts, numbered from `first` among those with the same seed."""
+    """Return a task for each prompt; `first` is the first task's number among all tasks with this seed."""
     return [
         RolloutTask(f"{seed}-{number}", prompt, derive_seed(seed, number))
         for number, prompt in enumerate(prompts, first)

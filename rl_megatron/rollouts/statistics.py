@@ -47,7 +47,7 @@ def describe_rollouts(parts: Sequence[Batch], group_size: int) -> dict[str, floa
     """Return metrics of rollouts: how rewards and completion lengths are distributed, and two shares.
 
     `stopped` is the share of completions that ended with a stop token. `informative_groups` is the share of groups
-    whose rewards differ; it is 0 if a group is one sample.
+    whose rewards differ; it is 0 if groups have one sample.
 
     Args:
         parts: The rollouts, each with whole groups.
@@ -77,7 +77,7 @@ def _describe_trajectories(rollouts: Batch) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def learned_statistics(rollouts: Batch, weight_version: int) -> dict[str, float]:
-    """Return metrics of the rollouts that a step learns from: their advantages, if any, and their weights' age.
+    """Return metrics of the rollouts that a step learns from: their advantages, if any, and the weights' ages.
 
     Collective over the ranks that share the rollouts.
 
@@ -101,7 +101,8 @@ def learned_statistics(rollouts: Batch, weight_version: int) -> dict[str, float]
 def correction_statistics(report: Mapping[str, float]) -> dict[str, float]:
     """Return `correction_ess`, the effective sample size of the correction's weights as a share of the tokens.
 
-    Weights w of n tokens are worth (Σw)²/Σw² equal ones (Kish 1965). The result is empty if the loss has no weights.
+    Tokens with weights w are worth (Σw)²/Σw² tokens with equal weights (Kish 1965). The result is empty if the loss has
+    no weights.
 
     Args:
         report: The metrics of a training step.

@@ -18,7 +18,7 @@ class TokensDiffer(RuntimeError):
 
 
 class HistoryFull(RuntimeError):
-    """No further token fits a trajectory: its context or its number of sampled tokens is at the limit."""
+    """No further token fits into a trajectory: its context or its number of sampled tokens is at the limit."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Segment:
     parent: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that the segment has the tokens of every completion, without overlaps, and begins with another token.
+        """Check that completions are where the segment has their tokens, do not overlap, and do not begin the segment.
 
         Raises:
-            TokensDiffer: It does not; the message names the turn and the token.
+            TokensDiffer: A check fails; the message names the turn and the token.
         """
         end = 1
         for number, turn in enumerate(self.turns, 1):
@@ -99,8 +99,8 @@ class Trajectory:
 
     Attributes:
         segments: The histories with their completions. At least one history has a completion.
-        reward: The environment's reward for the whole trajectory, besides those of turns. Rewards of functions are
-            added to it.
+        reward: The environment's reward for the whole trajectory, besides the rewards of turns. Rewards of functions
+            are added to it.
         truncated: Whether it was cut off, at a limit of turns, tokens or time.
         messages: The conversation, for reward functions and reports. Without a conversation it is empty.
         metadata: What reward functions get from the environment.

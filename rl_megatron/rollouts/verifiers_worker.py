@@ -20,7 +20,7 @@ _KEY = "rollout.environment.seconds_per_call"
 
 
 class VerifiersWorker:
-    """The worker in which the environment of `rollout.environment` drives the policy. Each process loads it once."""
+    """The worker whose environment (`rollout.environment`) drives the policy. Each process loads it once."""
 
     def __init__(self, settings: EnvironmentConfig):
         """Start no process yet. `settings.name` must be set."""

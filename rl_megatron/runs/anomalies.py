@@ -1,6 +1,6 @@
 """Warnings of a loss spike, a reward collapse, or rewards that are all equal, with the sequences of the step.
 
-They only inform: training continues. The medians are of the steps since the process started, also in a resumed run.
+They only inform: training continues. Medians include only steps since the process started, also in a resumed run.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from rl_megatron.config.train import TrainConfig
 from rl_megatron.data.tokenizer import Tokenizer
 
 _NORMAL = 1.4826  # a normal distribution's standard deviation in median absolute deviations
-_FEWEST_STEPS = 20  # the earlier steps, at most the window, that a comparison with their median needs
-_SMALLEST_DEVIATION = 0.05  # of the loss, absolute and as a share of its median: smaller changes are usual
+_FEWEST_STEPS = 20  # earlier steps that a comparison with their median needs; fewer if the window is shorter
+_SMALLEST_DEVIATION = 0.05  # of the loss, as a share of max(|median|, 1): smaller changes are usual
 _NEWEST_STEPS = 5  # steps whose median reward is compared with that of the steps before
 _REWARD_DEVIATIONS = 3.0  # that a collapse must also exceed, so that a noisy reward near 0 does not count
 _SHOWN_SEQUENCES, _SHOWN_CHARACTERS = 6, 60
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Return the median absolute deviation of values, scaled to be a normal distribution's standard deviation."""
+    """Return the median absolute deviation of values, scaled to equal a normal distribution's standard deviation."""
     median = statistics.median(values)
     return _NORMAL * statistics.median([abs(value - median) for value in values])
 
 
 class Anomalies:
-    """The anomalies of a stage's steps. It owns the last losses and rewards, and when it last warned of each kind."""
+    """The anomalies of a stage's steps. It owns the last losses and rewards, and the last step with each warning."""
 
     def __init__(self, train: TrainConfig):
         """Start without any step; `train` has the thresholds."""
@@ -106,10 +106,10 @@ class Anomalies:
 
 
 def describe_sequences(batch: Batch, tokenizer: Tokenizer, locations: Callable[[], Sequence[str]]) -> str:
-    """Describe the first sequences of a batch: their numbers in the batch, their data, and their first words.
+    """Describe the first sequences of a batch: their numbers in it, their locations in the data, and their first words.
 
-    For rollouts, each prompt is named once, with the first of its samples. `locations` returns the location of each
-    item of the batch in the data, as file:line, or an empty list.
+    For rollouts, each prompt is shown once, with the number of its first sample. `locations` returns the location of
+    each item of the batch in the data, as file:line, or an empty list.
     """
     ends = batch["prompt_lengths"] if "prompt_lengths" in batch else batch["input_lengths"]
     begins: dict[tuple[int, ...], int] = {}

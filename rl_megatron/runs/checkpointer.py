@@ -17,7 +17,7 @@ from rl_megatron.training.megatron_policy import MegatronPolicy
 
 
 def critic_checkpoints(checkpoints: Path) -> Path:
-    """Return the directory of the critic's checkpoints, next to the policy's; a step has one name in both."""
+    """Return the directory of the critic's checkpoints, next to the policy's. A step has the same name in both."""
     return checkpoints.with_name(f"{checkpoints.name}.critic")
 
 
@@ -29,7 +29,7 @@ class Checkpointer:
     completed first, so that every checkpoint of the policy has its critic's checkpoint.
 
     With `train.export_hf`, rank 0 then exports the policy's checkpoint, also while training continues. The next save
-    begins after the export, so that the checkpoint exists as long as it is read.
+    waits for the export, so that the checkpoint is not deleted while it is read.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class Checkpointer:
             policy: The stage's policy.
             critic: Its critic, or None if it has none.
             record_save: Called with the seconds of each save, from its beginning until it is complete.
-            finish_writing: Called on rank 0 before each save. If it raises OSError, the save fails, so that a
-                checkpoint has the metrics of its steps.
+            finish_writing: Called on rank 0 before each save. If it raises OSError, the save fails, so that no
+                checkpoint lacks the metrics of its steps.
         """
         self._directory, self._train, self._record_save, self._began = checkpoints, train, record_save, 0.0
         self._finish_writing, self._ranks = finish_writing, policy.topology.ranks
@@ -125,7 +125,7 @@ class Checkpointer:
         except SaveFailed as error:
             self._abandon()
             failed = error
-        self._delete_older()  # also the critic's new checkpoint, if the policy's save failed
+        self._delete_older()  # also deletes the critic's new checkpoint if the policy's save failed
         if failed is not None:
             raise failed
         self._record_save(time.monotonic() - self._began)

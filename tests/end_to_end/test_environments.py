@@ -74,7 +74,7 @@ def test_every_failure_masks_its_group_and_the_others_are_learned_from(tmp_path,
         "World.step() in a worker process ended its process, which exited with status 5",
         "World.step() in a worker process returned 4000",
         "World.step() in a worker process returned str 'go on'",
-        "it begins again, which does not count as an attempt",
+        "the trajectory begins again, which does not count as an attempt",
     ):
         assert message in ranks[0].err, message
     failures = [line for line in ranks[0].err.splitlines() if "attempt 1 of 1" in line]

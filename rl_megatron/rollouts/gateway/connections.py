@@ -1,4 +1,4 @@
-"""Limits of the gateway's connections, which clients open without a key: their number and their idle time."""
+"""Limits of the number and the idle time of the gateway's connections, which clients open without a key."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-KEY_ACCEPTED = "rl_megatron.key_accepted"  # in the scope of a request: whether its key is that of a trajectory
-SECONDS_TO_ASK = 10.0  # until the header of a request is complete, and then until its body is
+KEY_ACCEPTED = "rl_megatron.key_accepted"  # in a request's ASGI scope: whether its API key is that of a session
+SECONDS_TO_ASK = 10.0  # for the header of a request, and then again for its body
 
 
 def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
     """Return uvicorn's protocol for at most `most()` connections.
 
-    A further connection replaces the one that has been idle longest, among those whose last request had no accepted
-    key. If there is no such connection, the further one is closed.
+    If a client opens one more, the connection that has been idle longest is closed, among those whose last request had
+    no accepted key. If no connection can be replaced so, the new one is closed.
     """
 
     class Limited(H11Protocol):
@@ -42,7 +42,7 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
             super().connection_lost(exc)
 
         def _limit_silence(self) -> None:
-            """Close the connection after `SECONDS_TO_ASK` if the header or the body is still incomplete then."""
+            """Close the connection if the header or the body of a request takes longer than `SECONDS_TO_ASK`."""
             state = self.conn.their_state
             if state is self._waits_for:
                 return
@@ -56,7 +56,7 @@ def limit_connections(most: Callable[[], int]) -> type[H11Protocol]:
             super().on_response_complete()
 
         def _find_longest_silent(self) -> Limited | None:
-            """Return the longest idle of the replaceable connections without unread bytes, or None if there is none."""
+            """Return the replaceable connection without unread bytes that has been idle longest, or None."""
             silent = {
                 connection.transport.get_extra_info("socket").fileno(): connection
                 for connection in self.connections

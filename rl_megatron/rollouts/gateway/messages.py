@@ -10,15 +10,15 @@ from rl_megatron.data.conversations import ROLES
 from rl_megatron.rollouts.gateway.bodies import BodyLimits, RequestRefused, check_value, read_json, write_json
 from rl_megatron.rollouts.trajectory import HistoryFull
 
-_LIMITS_OF_ARGUMENTS = BodyLimits(10_000, 1 << 30)  # of the policy's calls and of the agent's
+_LIMITS_OF_ARGUMENTS = BodyLimits(10_000, 1 << 30)  # for tool calls, both the policy's and the agent's
 # What messages are compared by: role, text, tool calls (id, name, arguments), `tool_call_id` and `name`.
 Key = tuple[str, str, tuple[tuple[str, str, str], ...], str, str]
 
 
 def read_messages(messages: object) -> list[dict[str, object]]:
-    """Return the messages of a request, as a chat template takes them.
+    """Return the messages of a request in the form that chat templates take.
 
-    Parts of text are joined, the arguments of tool calls become mappings, and keys with the value null are left out.
+    Text parts are joined, the arguments of tool calls become mappings, and keys with the value null are left out.
     """
     if not isinstance(messages, list) or not messages:
         raise RequestRefused("messages must be a list with at least one message", param="messages")
@@ -80,7 +80,7 @@ def _read_string(value: object, where: str) -> str:
 
 
 def _parse_arguments(arguments: str) -> object:
-    """Parse the JSON object in a text, because templates write arguments themselves; return other texts unchanged.
+    """Parse arguments that are a JSON object, because chat templates write the JSON; return other texts unchanged.
 
     Texts that are nested too deeply, too large, or not Unicode are also returned unchanged.
     """
@@ -93,7 +93,7 @@ def _parse_arguments(arguments: str) -> object:
 
 
 def build_key(message: Mapping[str, Any]) -> Key:
-    """Return the key by which a message of `read_messages` is compared."""
+    """Return the key by which a message from `read_messages` is compared."""
     return (
         message["role"],
         message["content"],
@@ -116,12 +116,12 @@ def _build_call_keys(calls: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str
 
 @dataclass(frozen=True)
 class Answered:
-    """The answer of the gateway for a turn, which an agent may send back as the policy's message.
+    """The gateway's answer to a request, which the agent may send back later as the policy's message.
 
     Attributes:
-        content: The text that was answered; None with tool calls.
+        content: The text of the answer; None if the answer has tool calls.
         text: The text of the completion, in which tool calls are as the policy wrote them.
-        calls: The tool calls that were answered.
+        calls: The tool calls of the answer.
     """
 
     content: str | None
@@ -129,7 +129,7 @@ class Answered:
     calls: Sequence[Mapping[str, object]]
 
     def is_meant_by(self, key: Key) -> bool:
-        """Return whether a message is this answer, perhaps without white space around it or without ids of calls."""
+        """Return whether a message is this answer; white space around it and missing ids of calls do not matter."""
         role, content, calls, _, _ = key
         if role != "assistant":
             return False

@@ -1,4 +1,4 @@
-"""Parameters of requests: those that have an effect, those that are harmless, and the refusal of all others."""
+"""The parameters of requests: which have an effect, which are ignored, and which are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST_TEMPERATURE = 2.0
 _MOST_TOP_LOGPROBS = 20
 # Parameters of both endpoints that `_read_common` reads.
 _COMMON = {"model", "temperature", "top_p", "top_k", "stop", "n", "stream", "stream_options", "max_tokens"}
-# Parameters that do not change what the policy is asked for.
+# Parameters that do not change the completion.
 _HARMLESS = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "return_token_ids", "seed",
@@ -39,7 +39,7 @@ class Parameters:
     Attributes:
         model: The name of the model, which is only sent back.
         sampling: How the choices are sampled.
-        stop: Texts that end a choice, and are left out of its text.
+        stop: Texts that end a choice. They are left out of its text.
         num_choices: The number of choices.
         logprobs: Whether the answer has logprobs.
         top_logprobs: Whether the answer also has `top_logprobs`, which list only the sampled token.
@@ -67,11 +67,11 @@ class ParameterReader:
     """The reader of the parameters of a session's requests."""
 
     def __init__(self, sampling: Sampling, tokenizer: Tokenizer, stops_at_strings: bool):
-        """Use `sampling` unless a request has other parameters, which can only lower its `max_new_tokens`."""
+        """Use `sampling` unless a request has other parameters; these can lower `max_new_tokens`, but not raise it."""
         self._sampling, self._tokenizer, self._stops_at_strings = sampling, tokenizer, stops_at_strings
 
     def read_chat(self, request: Mapping[str, object]) -> Parameters:
-        """Return the parameters of a request to /v1/chat/completions; RequestRefused names one that is not accepted."""
+        """Return the parameters of a request to /v1/chat/completions; raise RequestRefused if one is not accepted."""
         body = _select(request, _CHAT)
         limits = [_read_positive(body, name) for name in ("max_tokens", "max_completion_tokens") if name in body]
         logprobs = _read_switch(body, "logprobs")
@@ -90,7 +90,7 @@ class ParameterReader:
         return replace(parameters, tools=tuple(tools), calls_tools=bool(tools) and choice == "auto")
 
     def read_text(self, request: Mapping[str, object]) -> Parameters:
-        """Return the parameters of a request to /v1/completions; RequestRefused names one that is not accepted."""
+        """Return the parameters of a request to /v1/completions; raise RequestRefused if one is not accepted."""
         body = _select(request, _TEXT)
         limit = _read_positive(body, "max_tokens") if "max_tokens" in body else None
         logprobs = "logprobs" in body
@@ -141,7 +141,7 @@ class ParameterReader:
 
 
 def _select(request: Mapping[str, object], further: set[str]) -> dict[str, object]:
-    """Return the parameters that are not null, or refuse one that is not supported."""
+    """Return the parameters that are not null; raise RequestRefused if one of them is not supported."""
     body = {name: value for name, value in request.items() if value is not None}
     for name, value in body.items():
         if name in _COMMON or name in further or name in _HARMLESS:

@@ -1,4 +1,4 @@
-"""`Gateway`: the sessions of all trajectories that run, and the HTTP server that their agents reach."""
+"""`Gateway`: the sessions of all running trajectories, and the HTTP server for their agents."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rl_megatron.rollouts.tools.calls import Parser
 _SECONDS_TO_END = 3.0
 _CONNECTIONS_OF_A_SESSION, _FURTHER_CONNECTIONS = 4, 16
 _BACKLOG = 64  # connections that are accepted at once, before those over the limit are closed
-_QUEUE = 1024  # connections that wait to be accepted; a client tries a further one again after a second
-_SWITCH_SECONDS = 0.001  # after which a thread that reads a long request lets the loop continue; 0.005 by default
+_QUEUE = 1024  # connections that may wait to be accepted; beyond them, clients try again after a second
+_SWITCH_SECONDS = 0.001  # a thread that reads a long request lets the loop run after this time; 0.005 by default
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # how agents on this machine reach these hosts
 
 
@@ -29,7 +29,7 @@ class Gateway:
     """The HTTP server on the asyncio loop of rollout workers. It starts with the first session."""
 
     def __init__(self, settings: AgentConfig, stops_at_strings: bool = True):
-        """Start nothing. `stops_at_strings` tells whether the rollout engine ends completions at texts."""
+        """Start nothing. `stops_at_strings` tells whether the rollout engine supports stop strings."""
         self._settings, self._stops_at_strings = settings, stops_at_strings
         self._sessions: dict[str, Session] = {}
         self._server: Any = None
@@ -45,7 +45,7 @@ class Gateway:
 
         Args:
             client: The client that completes tokens.
-            sampling: How completions are sampled if a request does not choose.
+            sampling: The values of sampling parameters that a request does not set.
             parser: The parser of tool calls; None: the one that `rollout.agent.tool_format` names.
 
         Raises:

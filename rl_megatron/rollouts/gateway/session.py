@@ -1,4 +1,4 @@
-"""`Session`: the requests that an agent makes in one trajectory, and the trajectory that they become."""
+"""`Session`: the requests that an agent makes in one trajectory, and the trajectory built from them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rl_megatron.rollouts.tools.calls import Parser
 from rl_megatron.rollouts.trajectory import HistoryFull, TokenLimits, Trajectory
 
 _T = TypeVar("_T")
-# Work of a few milliseconds is not worth a switch to another thread, for which the loop would wait.
+# Work of a few milliseconds is done on the loop, which would also have to wait for a switch to another thread.
 _SHORT_BODY = 8192  # bytes
-_FEW_TURNS = 256  # that are searched for a conversation
+_FEW_TURNS = 256  # turns that are searched for the one that a request continues
 SHORT_COMPLETION = 1024  # tokens
 
 
@@ -47,7 +47,7 @@ class SessionClient(Protocol):
         ...
 
     def fitting(self, num_tokens: int, sampling: Sampling | None = None) -> Sampling:
-        """Return the sampling of the next completion after `num_tokens` tokens."""
+        """Return how to sample the completion that follows `num_tokens` tokens."""
         ...
 
     async def complete(self, ids: Sequence[int], sampling: Sampling | None = None) -> Completion:
@@ -78,7 +78,7 @@ class _Prepared:
         extends_branch: Whether the first choice extends the branch of that turn.
         histories: The history of each choice.
         asked: See `AnsweredTurn`.
-        add: Registers its turns, so that later requests can continue them.
+        add: Adds the turns that answer it to those that later requests can continue.
     """
 
     parameters: Parameters
@@ -111,7 +111,7 @@ class Session:
         parser: Parser | None = None,
         stops_at_strings: bool = True,
     ):
-        """Begin without a request. Without a parser of tool calls, texts are answered as they are."""
+        """Begin without a request. Without a parser, tool calls stay in the text of the answer."""
         self.base_url, self.api_key = base_url, api_key
         self._client, self._parser = client, parser
         self._parameters = ParameterReader(sampling, client.tokenizer, stops_at_strings)
@@ -127,7 +127,7 @@ class Session:
         self._failure: Exception | None = None
 
     async def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Return the result of a coroutine, which continues until the session ends even if the caller is cancelled."""
+        """Return the result of a coroutine. Cancelling the caller does not stop it; ending the session does."""
         if self._has_ended:
             work.close()
             raise _refuse_ended()
@@ -218,7 +218,7 @@ class Session:
         return _Prepared(parameters, previous, extends_branch, histories, (), add)
 
     async def _answer(self, raw: bytes, prepare: Callable[[Mapping[str, Any]], _Prepared]) -> Choices:
-        """Complete a request, whose body `prepare` turns into histories for the engine."""
+        """Answer a request; `prepare` turns its body into the histories that the engine completes."""
         try:
             async with self._order:
                 is_short = len(raw) <= _SHORT_BODY and self._num_turns <= _FEW_TURNS
@@ -235,7 +235,7 @@ class Session:
         return Choices(prepared.parameters, prompt, turns)
 
     def refuse_full(self, reason: str, status: int = 400) -> RequestRefused:
-        """Return the error of a request that does not fit the context; the trajectory counts as truncated now."""
+        """Return the error for a request that does not fit the context, and count the trajectory as truncated."""
         self._is_full = True
         message = f"the messages exceed the context length: {reason}"  # clients search for "context length"
         return RequestRefused(message, status, code="context_length_exceeded", param="messages")
@@ -265,14 +265,14 @@ class Session:
 
         Args:
             reward: The environment's reward for the whole trajectory.
-            truncated: Whether the trajectory was cut off; None: whether a history was full, or the last completion did
+            truncated: Whether the trajectory was cut off. None: True if a history was full, or the last completion did
                 not end by itself.
             metadata: What reward functions get as `metadata`. The number of completions that the agent did not receive
                 is added as `unheard_completions`, if it is not 0.
 
         Raises:
             ValueError: The agent got no completion.
-            PastRewritten: The chat template has rewritten the past, which the configuration does not allow.
+            PastRewritten: The chat template has changed earlier messages, which `rollout.on_rewrite` does not allow.
         """
         if self._failure is not None:
             raise self._failure
@@ -322,7 +322,7 @@ class Session:
         return extends_branch, histories
 
     def _occupy_branches(self, prepared: _Prepared) -> list[Branch]:
-        """Return the branches of the choices, which are busy from now on."""
+        """Return the branches of the choices, and mark them as busy."""
         branches: list[Branch] = []
         for choice, history in enumerate(prepared.histories):
             if prepared.previous is not None and prepared.extends_branch and choice == 0:
@@ -371,7 +371,7 @@ class Session:
     def _read_completion(
         self, history: History, completion: Completion, sampling: Sampling, parameters: Parameters
     ) -> tuple[History, Answered]:
-        """Append a completion to a history, and return it with the answer."""
+        """Append a completion to a history; return the history and the answer."""
         history.append_completion(completion, sampling)
         text = str(history.messages[-1]["content"])
         ends = [position for stop in parameters.stop if (position := text.find(stop)) >= 0]
@@ -390,7 +390,7 @@ def _refuse_ended() -> RequestRefused:
 
 
 def _read_prompt(prompt: object, tokenizer: Tokenizer) -> str | list[int]:
-    """Return the prompt of a request to /v1/completions: a text or token ids, not empty."""
+    """Return the prompt of a request to /v1/completions, a text or token ids; refuse an empty one."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:

@@ -14,7 +14,7 @@ from rl_megatron.data.chat_template import ChatTemplate
 from rl_megatron.rollouts.tools.calls import MalformedCall, Parser, drop_thinking
 from rl_megatron.rollouts.tools.formats import PARSERS, detect_format
 
-AUTO = "auto"  # the value of rollout.agent.tool_format that chooses by the chat template
+AUTO = "auto"  # this value of rollout.agent.tool_format detects the format from the chat template
 _KEY = "rollout.agent.tool_format"
 
 
@@ -28,7 +28,7 @@ def check_tool_format(name: str | None) -> None:
 
 
 def choose_parser(name: str | None, template: ChatTemplate | None) -> Parser | None:
-    """Return the parser that `rollout.agent.tool_format` names; None if agents get texts as they are.
+    """Return the parser that `rollout.agent.tool_format` names; None if agents get tool calls as text.
 
     For "auto", the chat template determines the format.
     """
@@ -46,7 +46,7 @@ def choose_parser(name: str | None, template: ChatTemplate | None) -> Parser | N
 
 
 def find_tool_calls(parser: Parser | None, text: str, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """Return the calls in the text of a turn in the format of OpenAI's API; empty if one of them cannot be read.
+    """Return a turn's tool calls in the format of OpenAI's API; none if one of them cannot be read.
 
     `tools` are the JSON schemas of the tools that the turn may call.
     """

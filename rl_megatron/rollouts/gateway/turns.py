@@ -43,7 +43,7 @@ class AnsweredTurn:
         order: Its number among all turns of the session.
         asked: The keys of the request's messages after those of the previous turn; none for /v1/completions.
         is_heard: Whether the agent received the answer.
-        following: The turns that answered requests which continue this one.
+        following: The turns that continue this one.
     """
 
     branch: Branch
@@ -57,7 +57,7 @@ class AnsweredTurn:
 
     @property
     def can_grow(self) -> bool:
-        """Return whether the branch's history can be extended: nothing follows this turn, and no request waits."""
+        """Return whether this turn's branch can be extended: nothing follows the turn, and the branch is not busy."""
         return not self.branch.is_busy and self.branch.history.is_last_turn(self.number)
 
     @property
@@ -67,7 +67,7 @@ class AnsweredTurn:
 
 
 def find_longest_match(roots: Iterable[AnsweredTurn], keys: Sequence[Key]) -> tuple[AnsweredTurn | None, int]:
-    """Return (last answered turn of the conversation `keys`, number of messages up to it), or (None, 0) if it has none.
+    """Return (latest turn that the messages `keys` continue, number of messages up to that turn), or (None, 0).
 
     Of several such turns, one that nothing follows yet is preferred. `roots` are the first turns of conversations.
     """
@@ -88,7 +88,7 @@ def find_longest_match(roots: Iterable[AnsweredTurn], keys: Sequence[Key]) -> tu
 
 
 def join_segments(branches: Sequence[Branch]) -> list[Segment]:
-    """Return the segments of all branches, those with the latest turns last. Each completion is in only one of them."""
+    """Return the segments of all branches, in the order of their last turns. Each completion is in one segment only."""
     segments: list[tuple[int, tuple[int, int], tuple[int, int] | None, Segment]] = []
     numbers = {id(branch): number for number, branch in enumerate(branches)}
     for number, branch in enumerate(branches):
@@ -115,7 +115,7 @@ class _TextTurn:
 
     Attributes:
         number: Its number among these turns.
-        text: What its prompt and its answer add to the text of the turn before; None if its prompt was tokens.
+        text: The text that its prompt and answer add to that of the turn before; None if its prompt was token ids.
         ids: The tokens that it adds.
         following: The turns that continue it.
     """
@@ -135,7 +135,7 @@ class TextTurns:
         self._turns: dict[AnsweredTurn, _TextTurn] = {}
 
     def add(self, turn: AnsweredTurn, previous: AnsweredTurn | None, rest: Prompt, ids: Sequence[int]) -> None:
-        """Add a turn, with the turn and the rest of its prompt that `match` returned, and the tokens of the rest."""
+        """Add a turn. `match` returned `previous` and `rest` for its prompt; `ids` are the tokens of `rest`."""
         text = rest + (turn.answered.content or "") if isinstance(rest, str) else None
         added = _TextTurn(turn, len(self._turns), text, [*ids, *turn.completion.ids])
         self._turns[turn] = added

@@ -39,7 +39,7 @@ def calculator(expression: str) -> str:
         ValueError: It is not such an expression, has no value, or its value is too large.
     """
     if len(expression) > _LONGEST:
-        raise ValueError(f"the expression has {len(expression)} characters, but may have {_LONGEST}")
+        raise ValueError(f"the expression has {len(expression)} characters, but may have at most {_LONGEST}")
     try:
         return _write_number(_evaluate(ast.parse(expression.strip(), mode="eval").body))
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -84,7 +84,7 @@ def _check_size(value: Value) -> Value:
 
 
 def _write_number(value: Value) -> str:
-    """Return a number as text; a float that is an integer is written as one."""
+    """Return a number as text; a float with an integer value is written as an integer."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return str(int(value))
     return repr(value)

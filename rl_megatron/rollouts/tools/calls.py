@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MOST_CALLS = 256  # that are read in a turn, so that the time is linear in its length
+MOST_CALLS = 256  # read in a turn; the limit keeps the time linear in the turn's length
 _LONGEST_SHOWN = 200  # characters of a call in a message
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
@@ -45,7 +45,7 @@ class MalformedCall:
 FoundCall = ToolCall | MalformedCall
 # The JSON schema of the arguments of each tool, by its name.
 Parameters = Mapping[str, Mapping[str, Any]]
-# A parser takes the text of a turn, without thinking. It returns the calls in their order.
+# A parser takes the text of a turn after its thinking. It returns the calls in their order.
 Parser = Callable[[str, Parameters], Sequence[FoundCall]]
 
 

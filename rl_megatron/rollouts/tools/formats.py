@@ -1,4 +1,4 @@
-"""The formats in which models write calls of tools, and the choice of one from the text of a chat template."""
+"""The formats in which models write calls of tools, and the detection of the format from a chat template's text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PARSERS: Mapping[str, Parser] = MappingProxyType({
     "mistral": parse_mistral,
     "pythonic": parse_pythonic,
 })  # fmt: skip
-# Whether the text of a chat template asks the model for calls in a format.
+# For each format, whether the text of a chat template asks the model for calls in it.
 _SIGNS: Mapping[str, Callable[[str], bool]] = MappingProxyType({
     "hermes": lambda text: "<tool_call>" in text and "<function=" not in text and "<arg_key>" not in text,
     "qwen": lambda text: "<tool_call>" in text and "<function=" in text,

@@ -16,7 +16,7 @@ from rl_megatron.rollouts.tools.registry import register_tool
 from rl_megatron.workers.child_process import describe_end
 from rl_megatron.workers.confinement import Limits, make_directory, run_confined
 
-_SECONDS_TO_START = 0.5  # of Python, with the time to send the answer back
+_SECONDS_TO_START = 0.5  # to start Python, and to send the answer back
 _LENGTH_OF_REMARKS = 100  # characters
 _MOST_BYTES = 4  # of a character in UTF-8
 

@@ -16,8 +16,8 @@ _BEGIN = re.compile(r"\[\s*([A-Za-z_]\w*)\s*\(")
 def parse_pythonic(text: str, parameters: Parameters) -> list[FoundCall]:
     """Return the calls of a text that is a list of Python calls: `[f(a=1), g(b="x")]`.
 
-    Arguments have names, and their values are literals. A text that is not a list of calls has no calls, or a malformed
-    one if it begins with the name of a tool, as `[f(`.
+    Arguments have names, and their values are literals. For any other text, return no calls, or a malformed one if the
+    text begins like a call of a known tool: `[f(`.
     """
     text = text.strip().removeprefix(_MARKERS[0]).removesuffix(_MARKERS[1]).strip()
     begin = _BEGIN.match(text)

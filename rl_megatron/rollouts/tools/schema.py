@@ -10,7 +10,7 @@ from typing import Any
 from rl_megatron.config.errors import ConfigError
 
 _HAS_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_LONGEST_MESSAGE = 300  # characters; a message of jsonschema has the whole value
+_LONGEST_MESSAGE = 300  # characters; a message of jsonschema contains the whole wrong value
 
 
 def build_tool_schema(function: object, where: str, hidden: Collection[str] = ()) -> dict[str, object]:
@@ -43,7 +43,7 @@ def build_tool_schema(function: object, where: str, hidden: Collection[str] = ()
 
 
 class ArgumentCheck:
-    """The check of the arguments of calls of one tool against its schema."""
+    """The check of arguments against the schema of one tool."""
 
     def __init__(self, schema: Mapping[str, Any]):
         """Use a schema of `build_tool_schema`."""
@@ -78,7 +78,7 @@ class ArgumentCheck:
 
 
 def _replace_nullable(schema: object) -> Any:
-    """Return a schema in which `nullable`, unknown to JSON Schema, is a choice between null and the rest."""
+    """Replace `nullable`, which JSON Schema does not know, with a choice between null and the rest of the schema."""
     if isinstance(schema, list):
         return [_replace_nullable(item) for item in schema]
     if not isinstance(schema, dict):

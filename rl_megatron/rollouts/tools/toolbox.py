@@ -25,7 +25,7 @@ from rl_megatron.rollouts.tools.schema import ArgumentCheck, build_import_string
 from rl_megatron.rollouts.tools.turns import check_tool_turns
 
 COUNTS = ("tool_calls", "tool_errors", "malformed_calls")  # of a trajectory, in its metadata and as metrics
-_ATTEMPTS = 3  # of a call whose process another call ends
+_ATTEMPTS = 3  # of a call, if another call ends its process
 _LONGEST_NAME = 64
 _BYTES_PER_CHARACTER, _SPARE = 6, 1 << 20  # an answer that will be cut may be somewhat longer
 _ID = re.compile(r"[0-9A-Za-z]{9}")  # what Mistral's templates accept
@@ -54,7 +54,7 @@ class _Tool:
 
     Attributes:
         schema: Its JSON schema, as chat templates take it.
-        target: The import string with which a process finds it.
+        target: The import string with which a process loads it.
         bound: Further arguments, which the model does not give.
     """
 
@@ -93,7 +93,7 @@ class Tools:
         return ProcessHosts(settings.processes, HostLimits(settings.memory_mb, most_bytes), "tools")
 
     def choose_parser(self, template: ChatTemplate | None) -> Parser:
-        """Return the parser of calls for a chat template, which is None if prompts are plain text.
+        """Return the parser of calls for `template`, which is None if prompts are plain text.
 
         Raise ConfigError if the format cannot be determined, or the chat template accepts no answers of tools.
         """
@@ -105,14 +105,14 @@ class Tools:
         return self._parsers[template]
 
     def open_box(self, hosts: Hosts, template: ChatTemplate | None) -> ToolBox:
-        """Return the tool box of a trajectory; its chat template is None if its prompt is plain text."""
+        """Return the tool box of a trajectory; `template` is None if the prompt is plain text."""
         return ToolBox(self, hosts, self.choose_parser(template))
 
 
 def check_tools(stage: StageConfig, tokenizer: Tokenizer) -> None:
     """Check the tools of a stage before its first step.
 
-    With data.format=auto, the first trajectory checks them, because the records determine if a chat template is used.
+    With data.format=auto, the first trajectory checks them, because the records determine whether there is a template.
     """
     tools = build_tools(stage.rollout.tools)
     if tools is not None and stage.data.format != "auto":
@@ -153,12 +153,12 @@ class ToolBox:
         """Run the calls of a turn, all at the same time.
 
         Returns:
-            For each call, in their order, the message that answers it; and whether the trajectory ends, because a call
+            The messages that answer the calls, in the calls' order; and whether the trajectory ends because a call
             failed and `rollout.tools.on_error` is "end".
 
         Raises:
             ToolFailed: A call failed, and `rollout.tools.on_error` is "fail".
-            HostLost: Other calls have ended the process of a call in every attempt.
+            HostLost: In every attempt of a call, another call ended its process.
         """
         outcomes = await asyncio.gather(
             *(self._answer_call(call, number) for number, call in enumerate(calls)), return_exceptions=True
@@ -260,5 +260,5 @@ def _choose_format(settings: ToolsConfig, template: ChatTemplate | None) -> str:
 
 
 def _as_text(value: object) -> str:
-    """Return what a function returned as the text of a message: a string as it is, and otherwise its JSON."""
+    """Return a function's result as the text of a message: a string as it is, any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -23,7 +23,7 @@ _ANSWERS = ("ANSWER-5c1e07", "REPLY-5c1e07")
 
 @dataclass(frozen=True)
 class _StandIn:
-    """The text of a template around a list of calls.
+    """The text that a template writes around a list of calls.
 
     Attributes:
         beginning: The text from the beginning of the turn to the name of the first call.
@@ -144,7 +144,7 @@ def _find_stand_in(template: ChatTemplate, tools: Sequence[Mapping[str, object]]
 
 
 def _find_refusal(template: ChatTemplate, conversation: Conversation, wanted: Sequence[str]) -> str | None:
-    """Return why a template cannot write a conversation, or None if it writes each of the texts once."""
+    """Return why a template cannot write a conversation, or None if it writes each of the `wanted` texts once."""
     try:
         text = template.prompt(conversation)
     except ValueError as error:

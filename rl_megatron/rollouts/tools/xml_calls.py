@@ -23,7 +23,7 @@ _END = re.compile(r"(</function>)\s*</tool_call>")
 _MEANT = re.compile(r"<tool_call>|<function=")
 _FUNCTION = re.compile(r"<function=([^<>\n]*)>(.*)</function>", re.DOTALL)
 _SOMETHING = re.compile(r"\S")
-# A value ends where the next parameter or the end of the function follows, because it may contain the end tag itself.
+# A value may contain its own end tag, so it ends only before the next parameter or the end of the function.
 _PARAMETER = re.compile(
     r"\s*<parameter=([^<>\n]*)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=[^<>\n]*>|\Z))", re.DOTALL
 )
@@ -35,7 +35,7 @@ def parse_qwen(text: str, parameters: Parameters) -> list[FoundCall]:
     A value is text if its type in the schema is string, and otherwise JSON or a Python literal.
     """
     calls: list[FoundCall] = []
-    position, ends = 0, True  # `ends`: whether an end tag may follow the position
+    position, ends = 0, True  # `ends`: whether an end tag may still follow
     while len(calls) < MOST_CALLS and (meant := _MEANT.search(text, position)) is not None:
         begin, end = _BEGIN.match(text, meant.start()), None
         if begin is not None and ends:
@@ -81,7 +81,7 @@ def _read_call(function: str, parameters: Parameters) -> ToolCall:
 
 
 def _read_value(text: str, schema: Mapping[str, object]) -> object:
-    """Return the value of a text, or the text itself if it is neither JSON nor a literal; the check then refuses it."""
+    """Return a text's value. A text that is neither JSON nor a literal is returned as it is, and then refused."""
     if schema.get("type") == "string":
         return None if schema.get("nullable") and text in ("None", "null") else text
     try:

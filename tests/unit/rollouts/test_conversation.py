@@ -191,7 +191,7 @@ def test_a_process_that_ends_costs_only_the_attempt_of_the_guilty_one(caplog):
     assert "ended its process, which exited with status 3" in results[1].failure
     assert results[1].attempts == 2 and all(result.attempts <= 3 for result in results)
     assert any(result.attempts > 1 for result in results if result.trajectory)
-    assert "it begins again, which does not count as an attempt" in caplog.text
+    assert "the trajectory begins again, which does not count as an attempt" in caplog.text
 
 
 def test_a_process_that_ends_for_no_reason_again_and_again_fails_the_task():

@@ -152,7 +152,7 @@ def test_actions_and_observations_can_have_functions_and_classes():
     ("answer", "kwargs", "message"),
     [
         ("go left", {}, "error: Expecting value"),
-        ("[1]", {}, "error: an action is a JSON object with its fields"),
+        ("[1]", {}, "error: an action must be a JSON object with the action's fields"),
         ('{"move": 2}', {"action": f"{__name__}:Say"}, "error: 1 validation error for Say"),
         (" ", {"action": f"{__name__}:shout"}, "error: say something"),
     ],

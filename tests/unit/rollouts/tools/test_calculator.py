@@ -28,7 +28,7 @@ def test_an_expression_has_its_value(expression, value):
         ("'a' * 9", "is not arithmetic"), ("[1]", "is not arithmetic"), ("1,000", "is not arithmetic"),
         ("2 +", "not an arithmetic expression; write numbers"), ("", "not an arithmetic expression"),
         ("-" * 999 + "1", "not an arithmetic expression|has 1000 char|too large"),
-        ("1+" * 500 + "1", "has 1001 characters, but may have 1000"), ("(" * 400 + "1" + ")" * 400, "not an arith"),
+        ("1+" * 500 + "1", "1001 characters, but may have at most 1000"), ("(" * 400 + "1" + ")" * 400, "not an arith"),
         ("10**400 * 1.5", "too large"),
     ],
 )  # fmt: skip
