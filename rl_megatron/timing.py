@@ -108,7 +108,7 @@ class StepTimes:
     Attributes:
         seconds: The seconds of each (nested) phase, without those of phases within it; `()` is the time between phases.
         peak_bytes: The peak memory of each outermost phase.
-        tokens: The tokens that outermost phases have counted with `count_tokens`.
+        tokens: The number of tokens of each outermost phase, from `count_tokens`.
     """
 
     seconds: dict[Phases, float] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class PhaseTimer:
         memory: PeakMemory | None = None,
         observer: Callable[[str | None], None] = lambda phase: None,
     ):
-        """Start without any time.
+        """Start with no recorded times.
 
         Args:
             clock: Measures the times; by default the wall clock.
@@ -200,7 +200,7 @@ class PhaseTimer:
                 self.observer(None)
 
     def collect(self) -> StepTimes:
-        """Return the times since the last call. Work that a GPU has not finished is included in the next call."""
+        """Return the times since the last call. A later call returns the time of unfinished GPU work."""
         self._go_to(self.phases)
         seconds: dict[Phases, float] = {}
         while len(self._marks) > 1:
@@ -229,7 +229,7 @@ _IN_USE: list[PhaseTimer] = []
 
 @contextmanager
 def use_timer(timer: PhaseTimer) -> Iterator[None]:
-    """Let `phase` in this process time phases with `timer` during the block of a `with` statement."""
+    """Let the function `phase` use `timer` during the block of a `with` statement."""
     _IN_USE.append(timer)
     try:
         yield
@@ -248,7 +248,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def count_tokens(number: int) -> None:
-    """Count tokens of the phase of the timer that is in use; see `PhaseTimer.count_tokens`."""
+    """Count tokens with the timer that is in use, if there is one; see `PhaseTimer.count_tokens`."""
     if _IN_USE:
         _IN_USE[-1].count_tokens(number)
 
@@ -263,7 +263,7 @@ _PHASES = {
     "embedding-grads-all-reduce": "collectives",
     "non-tensor-parallel-grads-all-reduce": "collectives",
 }
-_BETWEEN_STAGES = ("-recv", "-send")  # the ends of names of communication between pipeline stages
+_BETWEEN_STAGES = ("-recv", "-send")  # suffixes of megatron-core's timers of communication between pipeline stages
 
 
 class MegatronTimers:
@@ -335,6 +335,6 @@ def collect_spans() -> Iterator[list[Span]]:
 
 
 def record_span(process: str, name: str, began: int) -> None:
-    """Add a span that began at `began`, in nanoseconds since 1970, and ends now, if spans are collected."""
+    """Add a span from `began` (nanoseconds since 1970) to now, if spans are collected."""
     if _COLLECTED:
         _COLLECTED[-1].append(Span(process, name, began, time.time_ns()))

@@ -30,7 +30,7 @@ from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.weight_sync.buckets import fingerprint
 
 _OF_BATCH = ("input_ids", "input_lengths", "token_mask", "sample_mask", "rewards")
-_MOST_VALUES = 32  # the most keys and facts of a batch that are compared
+_MOST_VALUES = 32  # digests that each rank sends: one per key or fact of the batch, the rest zeros
 _MAY_DIFFER = "data.cache_dir"  # each node may have its own directory
 _SHOWN = 4  # ranks in messages
 
@@ -73,18 +73,19 @@ def check_configuration(config: RunConfig, device: torch.device) -> None:
 class DesyncCheck:
     """The comparison of batches and weights over ranks, before the first step and then at regular intervals.
 
-    One number of each kind from every rank is compared. Only if some differ do the ranks compare tensor by tensor.
+    Ranks compare one digest per batch key and per kind of weights. If a digest of weights differs, they compare tensor
+    by tensor.
     """
 
     def __init__(self, every: int):
-        """Prepare a check before the first step, and then every `every` steps if that is not 0."""
+        """Prepare to check before the first step and, unless `every` is 0, before steps that are multiples of it."""
         self._every, self._checked = every, 0
 
     def check(self, step: int, batch: Batch, models: Mapping[str, MegatronPolicy]) -> None:
         """Check the batch and the weights before a step, if a check is due. The check is collective.
 
         Every rank has the whole batch, or the ranks of a data-parallel replica have the same sequences of it. If ranks
-        differ, RanksDiffer names them, and the batch's key or the first tensor.
+        differ, RanksDiffer names them and the first batch key or weight that differs.
         """
         if step == self._checked or (self._checked and not (self._every and step % self._every == 0)):
             return
@@ -155,7 +156,7 @@ def check_weights(name: str, model: ShardedModel) -> None:
 
 
 def _list_kinds(piece: Piece) -> Iterator[str]:
-    """Yield the kinds of copies that a piece has."""
+    """Yield the kinds of `check_weights` ("dense", "replicated", "expert") to which a piece belongs."""
     if ".experts." in piece.name:
         yield "expert"
         return
@@ -165,8 +166,8 @@ def _list_kinds(piece: Piece) -> Iterator[str]:
 
 
 def _fingerprint(piece: Piece) -> Tensor:
-    """Return a number that changes with any bit of the piece, its name or its offset, a scalar int64."""
-    factor = digest(piece.name.encode()) | 1  # odd, so that no bit of the fingerprint is lost
+    """Return a scalar int64 that changes with any bit of the piece, with its name and with its offset."""
+    factor = digest(piece.name.encode()) | 1  # odd, so that different fingerprints have different products
     return factor * fingerprint(piece.tensor, (*piece.offset, 0)[:2])
 
 
@@ -191,13 +192,13 @@ def _gather(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
 
 
 def _share_from(value: object, senders: Sequence[int], ranks: Ranks) -> list[Any]:
-    """Return the values of some ranks, in their order, on every rank. Collective."""
+    """Return the values of the ranks `senders`, in this order, on every rank. Collective."""
     everywhere = ranks.gather(value if ranks.rank in senders else None)
     return [everywhere[sender] for sender in senders]
 
 
 def _odd_ranks(groups: Mapping[Any, Sequence[int]], values: Sequence[int]) -> tuple[list[int], dict[int, int]]:
-    """Return the ranks whose value is not the usual one of their group, and for each a rank that has the usual one.
+    """Return the ranks whose value is unusual in their group, and a map from each to a rank with the usual value.
 
     The usual value is the one that most ranks have; at a tie, the value of the lowest rank.
     """

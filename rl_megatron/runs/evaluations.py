@@ -44,10 +44,10 @@ class Evaluations:
     evaluated_at: int | None = None
 
     def run(self, step: int, last: bool = False) -> bool:
-        """Evaluate after a step on the held-out data and the named sets that are due; after the last step, on all.
+        """Evaluate on the held-out data and the named sets, if they are due; after the last step, all are due.
 
         Returns:
-            Whether this is the last step: an evaluation that reaches a goal of `train.stop_at` makes it the last.
+            Whether this is the last step, because `last` is true or an evaluation reached a goal of `train.stop_at`.
         """
         is_due, sets = self._due(step, last)
         self._evaluate(step, is_due, sets)
@@ -77,7 +77,7 @@ class Evaluations:
                 eval_metrics, samples = self.heldout.evaluate(self.policy, self.engine)
             if self.sets is not None:
                 eval_metrics = eval_metrics | self.sets.evaluate(step, sets, self.engine)
-            self.engine.sleep()  # a stage without rollouts does not put the engine to sleep itself
+            self.engine.sleep()  # in a stage without rollouts, nothing else puts the engine to sleep
         earlier = self.results["measures"] if self.evaluated_at == step else {}
         self.results, self.evaluated_at = {"measures": earlier | eval_metrics, "samples": samples}, step
         self.metrics_logger.record(step, eval_metrics, kind="eval")

@@ -19,7 +19,7 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
 class OutputLock:
     """A lock on an output directory, which rank 0 holds during its run.
 
-    The operating system releases it when the process ends in any way, and children of the process do not inherit it.
+    The operating system releases it however the process ends, and child processes do not inherit it.
     """
 
     def __init__(self, output_dir: Path):
@@ -27,9 +27,9 @@ class OutputLock:
         self._file: IO[str] | None = None
 
     def acquire(self) -> None:
-        """Lock the directory if it exists. A lock on a directory that was moved aside meanwhile does not count.
+        """Lock the directory if it exists. If it has replaced a directory that this process locked, lock the new one.
 
-        If another run uses it, a ConfigError names its process.
+        If another run holds the lock, a ConfigError names that run's process.
         """
         if not self._path.parent.is_dir() or (self._file is not None and self._is_current(self._file)):
             return
@@ -58,7 +58,7 @@ class OutputLock:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _UNSUPPORTED:
-                log.once(f"{self._path}: this file system has no locks, so a second run in it is not noticed")
+                log.once(f"{self._path}: this file system has no locks, so a second run here is not noticed")
                 return True
             if not self._is_current(file):
                 return False
@@ -72,7 +72,7 @@ class OutputLock:
         return True
 
     def _is_current(self, file: IO[str]) -> bool:
-        """Return whether the open file is the one that is in the directory now."""
+        """Return whether the open file is still the lock file in the directory."""
         try:
             return os.path.samestat(os.fstat(file.fileno()), self._path.stat())
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""List commands that continue from the result of a run."""
+"""List commands that use the last checkpoint of a finished run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rl_megatron.model.families import family_of_model
 
 
 def list_next_commands(config: RunConfig, tokenizer: Tokenizer, checkpoint: Path) -> list[tuple[str, str]]:
-    """Return commands for the last checkpoint of a finished run, each after a description."""
+    """Return (description, command) pairs for the last checkpoint of a finished run."""
     *_, (name, stage) = config.stages.items()
     output_dir = Path(config.output_dir)
     after = Path(f"{output_dir}-next")

@@ -27,8 +27,8 @@ _OF_STEPS = ("checkpoints/*/step-*", "exported/*/step-*")
 def begin_output(config: RunConfig, run_yaml: str, lock: OutputLock, tokenizer: Tokenizer) -> None:
     """Lock the run's directory, and write the files that it has from the start: the tokenizer and the configuration.
 
-    An earlier run that this one does not continue is moved aside first. If the model came from Hugging Face, its
-    files except the weights are copied too, for an export of this run's checkpoints.
+    An earlier run that this one does not continue is moved aside first. If the model came from Hugging Face, its files
+    other than weights are copied too, for exports of this run's checkpoints.
     """
     output_dir = Path(config.output_dir)
     lock.release()  # of the earlier run's directory, which may move
@@ -48,7 +48,7 @@ def begin_output(config: RunConfig, run_yaml: str, lock: OutputLock, tokenizer: 
 
 
 def _remove_leftovers(output_dir: Path) -> None:
-    """Remove only what killed runs have left: files and checkpoints that they were writing or deleting."""
+    """Remove the files and checkpoints that killed runs were writing or deleting, and nothing else."""
     for directory in (output_dir, *(path for pattern in _WITH_FILES for path in output_dir.glob(pattern))):
         disk.remove_unfinished(directory)
     for pattern in _OF_STEPS:
@@ -58,7 +58,7 @@ def _remove_leftovers(output_dir: Path) -> None:
 
 
 def open_metrics(config: RunConfig, layout: Topology, attempts: Attempts) -> MetricsLogger:
-    """Return the run's metrics logger, whose sinks rank 0 opens. Rank 0 also records the run's facts and its start."""
+    """Return the run's metrics logger, whose sinks rank 0 opens. Rank 0 also writes the run's facts and start."""
     output_dir, is_writer = Path(config.output_dir), layout.ranks.leads
     try:
         services = {}
@@ -72,6 +72,6 @@ def open_metrics(config: RunConfig, layout: Topology, attempts: Attempts) -> Met
         raise
     except OSError as error:
         raise ConfigError(f"{output_dir} cannot be written: {disk.describe(error, output_dir)}") from error
-    except Exception as error:  # a sink may be the user's code and raise anything, and the other ranks must not wait
+    except Exception as error:  # a user's sink may raise anything, and the other ranks must not wait for this one
         chosen = [*config.metric_sinks, *(f"logger.{name}" for name, _ in config.logger.iter_services())]
         raise ConfigError(f"metric_sinks={chosen} cannot be opened: {error}") from error

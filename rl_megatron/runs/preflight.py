@@ -54,9 +54,9 @@ from rl_megatron.workers.confinement import log_missing_limits
 def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     """Check the input of all stages, and return the run's tokenizer.
 
-    It runs before anything is written. Every rank checks the same and gets the same result. `output_dir` is that of the
-    run that this one continues, which need not exist (`rerun.find_earlier_run`). A ConfigError names the key or file,
-    the value, the rule and the remedy.
+    It runs before anything is written. Every rank checks the same and gets the same result. `output_dir` is the result
+    of `rerun.find_earlier_run`, and need not exist. A ConfigError names the key or file, the value, the rule and the
+    remedy.
     """
     check_output_dir(Path(config.output_dir))
     check_sinks(config.metric_sinks)
@@ -93,7 +93,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
 
 
 def _check_adapters(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check that every stage's adapters fit the model, and that there are weights which they adapt."""
+    """Check that every stage's adapters fit the model, and that the stage has weights to adapt."""
     size = config.first.model.vocab_size or tokenizer.vocab_size
     initial = _read_adapters(config.init_from, config.first.peft)
     adapters_after: dict[str, dict[str, LoraConfig]] = {}  # the adapters that exist after each stage, by name
@@ -146,7 +146,7 @@ def check_saved(newest: Path, stage: StageConfig, tokenizer: Tokenizer) -> None:
 
 
 def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
-    """Check a stage by building its sampling, engine settings, loss, training data and held-out data."""
+    """Check a stage's loss, eval metrics, sampling, engine, rewards, training data and held-out data."""
     check_loss(stage)
     set_metrics = list_set_metric_names(stage, tokenizer)
     check_keep_best(stage, set_metrics)
@@ -163,7 +163,7 @@ def _check_data_and_tokenizer(stage: StageConfig, tokenizer: Tokenizer) -> None:
 def check_keep_best(stage: StageConfig, set_metrics: Mapping[str, EvalSetConfig] = MappingProxyType({})) -> None:
     """Check that `train.keep_best` is an eval metric of the stage, and that every checkpoint is evaluated.
 
-    `set_metrics` maps the metrics of the stage's named sets to these sets.
+    `set_metrics` maps each metric of a named set to that set.
     """
     train, names = stage.train, (*eval_metric_names(stage), *set_metrics)
     if train.keep_best is None:
@@ -220,7 +220,7 @@ def check_budget(stage: StageConfig, items: Iterable[Sequence[int]]) -> None:
 
 
 def check_loss(stage: StageConfig) -> None:
-    """Check that the loss section names a loss, has right keys, and fits the stage's algorithm."""
+    """Check that the loss section names a loss, has valid keys, and fits the stage's algorithm."""
     algorithm, needs, name = stage.algorithm.name, get_algorithm(stage).loss, stage.loss.get("name")
     if needs is None:
         return  # the algorithm has a fixed loss

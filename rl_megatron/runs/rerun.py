@@ -1,8 +1,7 @@
-"""The rule for an output directory that holds a run already: which settings may have changed, and which are kept.
+"""The rules for a run whose output directory holds an earlier run: which settings may differ, and what is recorded.
 
 A run that is started again continues with the settings that it began with, so that its metrics, its checkpoints and its
-config.yaml describe one and the same training. `MAY_CHANGE` lists all settings that may differ. This module needs no
-torch.
+config.yaml describe the same training. `MAY_CHANGE` lists all settings that may differ. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from rl_megatron.data.sources import build_source
 from rl_megatron.runs.user_files import digest_files, find_changed_files
 
 # Kinds of settings that may change in a stage that has begun, with their keys; a key that ends in "." stands for its
-# whole section. None of them changes what is learned from a step, up to rounding. An algorithm adds keys with
+# whole section. None of them changes what is learned from a step, except for rounding. An algorithm adds keys with
 # `may_change_on_resume`.
 MAY_CHANGE = {
     # A schedule that ends with the last step depends on train.steps. So does the order of generated prompts, because a
@@ -52,7 +51,7 @@ MAY_CHANGE = {
         "train.collective_timeout_minutes", "train.hang_report_seconds", "train.checkpoint_must_save_by",
         "generation.engine_timeout_minutes", "reward.timeout_seconds", "rollout.environment.seconds_per_call",
     ),
-    # Up to the first number that is not finite, all of them train the same.
+    # These have no effect until a loss or norm is not finite.
     "numbers that are not finite": ("train.on_nonfinite", "train.max_nonfinite_steps"),
     "warnings": (
         "train.anomaly_window", "train.loss_spike_deviations", "train.reward_collapse_fraction",
@@ -63,7 +62,7 @@ MAY_CHANGE = {
     "profiles": ("profile.",),
     "kept tokens": ("data.cache_dir",),
     "reward workers": ("reward.num_workers", "reward.concurrency", "reward.memory_limit_mb"),
-    # All engines use the same random numbers, which follow from train.seed.
+    # All engines use the same random numbers, which are derived from train.seed.
     "rollout engines": (
         "generation.engine", "generation.num_engines", "generation.engine_device", "generation.max_engine_restarts",
         "generation.refit", "generation.refit_bucket_mb", "generation.gate_prompts", "generation.gate_limit",
@@ -81,14 +80,14 @@ MAY_CHANGE = {
 _ALLOWED = tuple(key for keys in MAY_CHANGE.values() for key in keys)
 _SHAPES_MICROBATCHES = ("train.batching", "train.micro_batch_size", "train.micro_batch_tokens")
 _PATHS = ("data.path", "tokenizer.path")  # the same path may be written in several ways
-_SHOWN = 6  # the most differing settings in a message
+_SHOWN = 6  # a message lists at most this many differing settings
 
 
 def find_earlier_run(config: RunConfig) -> Path:
     """Return the directory of the run that this one continues.
 
-    With `resume=false` the run begins again. The result is then a directory that does not exist, so that nothing is
-    found in it. If torchrun restarts the ranks, the run continues nevertheless.
+    With `resume=false` no run is continued, and the result is a directory that does not exist. But a run whose ranks
+    torchrun has restarted always continues.
     """
     output_dir = Path(config.output_dir)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -96,7 +95,7 @@ def find_earlier_run(config: RunConfig) -> Path:
 
 
 def move_aside(config: RunConfig) -> None:
-    """Move the run in `output_dir` to another directory if this run begins again. Nothing is deleted."""
+    """Move the run in `output_dir` to another directory if this run does not continue it. Nothing is deleted."""
     output_dir = Path(config.output_dir)
     if find_earlier_run(config) != output_dir and _holds_a_run(output_dir):
         moved = _previous_directory(output_dir)
@@ -107,7 +106,7 @@ def move_aside(config: RunConfig) -> None:
 def refuse_changes(config: RunConfig) -> None:
     """Refuse to continue the run in `output_dir` with settings that it did not begin with. Nothing is written.
 
-    The message names each setting with its value before and now, and the remedies. A run that begins again is also
+    The message names each setting with its value before and now, and the remedies. A run with `resume=false` is also
     refused if it would read files of the run that it moves aside.
     """
     directory = find_earlier_run(config)
@@ -157,7 +156,7 @@ def build_run_yaml(config: RunConfig, output_dir: Path) -> str:
 
 
 def _report_changed_files(name: str, stage: StageConfig, saved: list[Path]) -> None:
-    """Warn of files and functions that changed since a stage read them, although its settings are the same."""
+    """Warn if the content of a stage's files or functions has changed since the stage read them."""
     if not saved:
         return
     changed = find_changed_files(read_manifest_alone(saved[-1]).get("user_files", {}), digest_files(stage))
@@ -226,7 +225,7 @@ def _diff(recorded: StageConfig, now: StageConfig) -> dict[str, str]:
 
 
 def iterate_leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every key path with its value; a list of mappings has the paths `key[0].name`, and no value of its own."""
+    """Yield every key path with its value; a list of mappings yields paths such as `key[0].name` instead of a value."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from iterate_leaves(value, f"{prefix}{key}.")
@@ -255,7 +254,7 @@ def _may_change(key: str, recorded: StageConfig | None, stage: StageConfig) -> b
 
 
 def _other_weights(config: RunConfig, output_dir: Path, name: str) -> list[str]:
-    """Describe how the initial weights of a stage differ, as a list of at most one text."""
+    """Describe how a stage's initial weights differ from the recorded ones; the list is empty if they are the same."""
     saved = find_checkpoints(output_dir / "checkpoints" / name)
     now = describe_weights(config, output_dir, name)
     if saved:
@@ -298,7 +297,7 @@ def _holds_a_run(output_dir: Path) -> bool:
 
 
 def _previous_directory(output_dir: Path) -> Path:
-    """Return the first directory `output_dir.previous`, `output_dir.previous-2`, … that does not exist."""
+    """Return the first of the paths `output_dir.previous`, `output_dir.previous-2`, … that does not exist."""
     number, moved = 1, output_dir.with_name(f"{output_dir.name}.previous")
     while moved.exists():
         number += 1

@@ -60,7 +60,7 @@ class RollBack:
             )
         self.batches_skipped += self.step - target
         log.LOGGER.warning(
-            "%s; going back to step %d, and continuing with the batches after this one (%d of at most %d times)",
+            "%s; going back to step %d, and continuing with the batches after the failed one (%d of at most %d times)",
             *(error, target, self._count, train.max_nonfinite_steps),
         )
 
@@ -68,7 +68,7 @@ class RollBack:
 def run_with_roll_backs(run_stage: Callable[[RollBack], _T], train: TrainConfig, checkpoints: Path) -> _T:
     """Run a stage, and run it again from its newest checkpoint whenever it rolls back.
 
-    `run_stage` runs it from its newest checkpoint, or from its beginning, and builds its models again.
+    `run_stage` builds the stage's models and runs it from its newest checkpoint, or from its beginning if it has none.
     """
     roll_back = RollBack()
     while True:

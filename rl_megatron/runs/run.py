@@ -44,11 +44,11 @@ from rl_megatron.topology.topology import Topology, build, keep_launch_order, ke
 
 
 class DiskFull(RunFailed):
-    """The error of a run that must write to continue, but whose disk is full. Other ranks may not raise it."""
+    """The error of a run that must write to continue, but whose disk is full. It may be raised on only some ranks."""
 
 
 class RankFailed(Exception):
-    """The end of a run of several ranks by an unexpected error, which has been printed and is in failure.json."""
+    """The error of a run of several ranks that an unexpected error ended. That error is printed and in failure.json."""
 
 
 def run(config: RunConfig) -> int:
@@ -56,9 +56,9 @@ def run(config: RunConfig) -> int:
 
     Returns:
         The exit status, the same on all ranks. It is 0 if the run succeeded, and 2 if the input is bad, which is nearly
-        always found before the first step. It is 1 if a loss became NaN, a rollout engine, a reward function or a
-        user's advantage estimator failed, a rank failed in another way, or the last checkpoint of a stage could not be
-        saved. It is `STOPPED` if the run ended early because of a signal or a time limit, and was saved.
+        always found before the first step. It is 1 if a loss became NaN; if a rollout engine, a reward function or a
+        user's advantage estimator failed; if a rank failed in another way; or if the last checkpoint of a stage could
+        not be saved. It is `STOPPED` if the run ended early because of a signal or a time limit, and was saved.
     """
     try:
         run_stages(config)
@@ -90,8 +90,8 @@ def run_stages(config: RunConfig) -> RunResults:
     Raises:
         ConfigError: The input is bad; it is raised on every rank.
         RunStopped: The run ended early because of a signal or a time limit. It is saved, and its report is written.
-        RankFailed: Another error ended the run, on any of several ranks.
-        RunFailed: The run failed. Once stages have begun, every message names the newest checkpoint.
+        RankFailed: An unexpected error on any rank ended a run of several ranks.
+        RunFailed: The run failed. Once stages have begun, the message names the newest checkpoint.
     """
     started = time.perf_counter()
     first = config.first
@@ -122,9 +122,8 @@ def run_stages(config: RunConfig) -> RunResults:
                 attempts.end("failed", watch.position.place.describe())
                 if layout.rank == 0 and file.has_begun:
                     with suppress(OSError):
-                        start_writing_report(
-                            file.path.parent
-                        )  # report.html, in a process that survives the end of this one
+                        # This writes report.html in a process that survives this one.
+                        start_writing_report(file.path.parent)
                 if foreseen or layout.world_size == 1:
                     raise
                 raise RankFailed(f"rank {layout.rank} was ended by an error: {error}") from error
@@ -201,7 +200,7 @@ def _run_locked(
     assert newest is not None  # the last stage's last checkpoint
     summary = _summarise(results, layout, time.perf_counter() - started)
     attempts.end("complete")
-    is_job = JOB in os.environ  # of a sweep, which lists commands at its end
+    is_job = JOB in os.environ  # a job of a sweep; the sweep lists commands at its end
     metrics_logger.finish(summary, [] if is_job else list_next_commands(config, tokenizer, newest), has_trained)
     return RunResults(summary, newest)
 
@@ -212,7 +211,7 @@ def _put_back_checkpoints(output_dir: Path) -> None:
 
 
 def _describe_newest(earlier: Path | None, directory: Path) -> str:
-    """Describe the newest checkpoint of a run while it trains the stage of `directory`."""
+    """Describe the newest checkpoint in the stage's `directory` or, if it has none, the checkpoint `earlier`."""
     newest = [earlier, *find_checkpoints(directory)][-1]
     return f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
 

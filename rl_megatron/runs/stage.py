@@ -51,7 +51,7 @@ class Stage(Loop):
         progress_metric: The training metric that the progress line always shows.
         meter: The meter of a step's costs; None if they are not reported.
         loader: The loader of the training data, whose position checkpoints keep.
-        roll_back: The current step of the stage, and the batches that the stage leaves out.
+        roll_back: The current step of the stage, and the number of batches that the stage leaves out.
         position: The position of this process in the run, for its heartbeat.
         closing: The parts that are closed with the stage, before its rollout engine.
     """
@@ -88,7 +88,7 @@ class Stage(Loop):
         self._resumed_state.add("schedule", _Schedules(self.models))
         self._anomalies = Anomalies(self.config.train)
         self._desync = DesyncCheck(self.config.train.desync_check_every)
-        self._batch: Batch | None = None  # that the policy was trained on in the current step
+        self._batch: Batch | None = None  # the policy's training batch of the current step
         self._file_digests = digest_files(self.config)  # now, because the files are read now
         self.timer.observer = self._enter
 
@@ -243,7 +243,8 @@ class Stage(Loop):
     def _stop_if_asked(self, step: int, is_saved: bool) -> None:
         """End the run if a signal asks for it, or if its time is nearly up. Collective.
 
-        `step` is the last step that is done; `is_saved`: its checkpoint is complete, is being written or is not needed.
+        `step` is the last step that is done. `is_saved` is true if its checkpoint is complete, being written or not
+        needed.
         """
         reason = self.stopping.reason()
         if reason is None:

@@ -161,7 +161,7 @@ def _run_algorithm(stage: Stage, engine: SyncedEngine, rollouts: ScoredRollouts)
 
 @contextmanager
 def _shorten_collections() -> Iterator[None]:
-    """Let Python's garbage collections skip the objects that exist at the beginning of the block.
+    """Let Python's garbage collector skip the objects that exist at the beginning of the block.
 
     Otherwise a full collection scans a million objects of imported modules every few steps, which takes a quarter of a
     second on one rank while the others wait. If the program has frozen objects itself, nothing is changed.

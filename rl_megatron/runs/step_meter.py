@@ -18,24 +18,24 @@ from rl_megatron.training.megatron_policy import MegatronPolicy
 class StepMeter:
     """The costs of the steps of a stage. It owns the stage's timer.
 
-    A step is everything between two calls of `metrics`: an evaluation or a save after a step counts in the next one.
+    A step is everything between two calls of `metrics`, so an evaluation or a save counts in the step after it.
     """
 
     def __init__(self, topology: Topology, precision: str):
-        """Start without any costs. The peak of the GPU depends on `precision`, "fp32" or "bf16"."""
+        """Start with no recorded costs. The GPU's peak speed depends on `precision`, "fp32" or "bf16"."""
         self._device, self._num_ranks, self._pipelined = topology.device, topology.world_size, topology.pipeline > 1
         clock, memory = (StreamClock(), DevicePeak()) if topology.is_cuda else (HostClock(), HostPeak())
         self.timer = PhaseTimer(clock, memory)
         gpu = find_gpu(torch.cuda.get_device_name()) if topology.is_cuda else None
         if topology.is_cuda and gpu is None:
-            log.once(f"the peak of {torch.cuda.get_device_name()} is unknown, so there is no metric mfu")
+            log.once(f"the peak speed of {torch.cuda.get_device_name()} is unknown, so there is no metric mfu")
         self._peak_tflops = None if gpu is None else gpu.tflops(precision)
         self._flops = 0.0
         self._samples = 0
         self._reduced: _OnHost | None = None
 
     def count_step(self, model: MegatronPolicy, batch: Batch, is_policy: bool) -> None:
-        """Count a training step of `model` on all sequences of `batch`. Call it in the phase of the step."""
+        """Count a training step of `model` on all sequences of `batch`. Call it in the timer's training phase."""
         lengths = batch.lengths.tolist()
         self.timer.count_tokens(sum(lengths))
         if is_policy:
@@ -64,7 +64,7 @@ class StepMeter:
         return metrics | self._reduce_over_ranks(times)
 
     def _reduce_over_ranks(self, times: StepTimes) -> dict[str, float]:
-        """Return the largest peaks of memory of all ranks, and their mean share of pipeline bubbles.
+        """Return each phase's largest peak memory over the ranks, and the ranks' mean share of pipeline bubbles.
 
         On a GPU, the values are those of the previous step, so that the host need not wait for the GPU.
         """

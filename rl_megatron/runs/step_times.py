@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rl_megatron import disk, log
 
-FILE = "RL_MEGATRON_STEP_TIMES"  # environment variable: the path of the file; unset without a launcher that reads it
+FILE = "RL_MEGATRON_STEP_TIMES"  # environment variable: the path of the file; unset if no launcher reads it
 
 
 def write_step_times(step_seconds: float, save_seconds: float) -> None:

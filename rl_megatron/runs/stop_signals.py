@@ -12,14 +12,14 @@ from typing import Self
 from rl_megatron import log
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-SAME_SIGNAL_SECONDS = 2.0  # within this time, the terminal and the launcher may have sent the same signal
+SAME_SIGNAL_SECONDS = 2.0  # signals within this time count as one: terminal and launcher may both send it
 
 
 class StopSignals:
     """The first stop signal that this process receives; a second one ends the process at once.
 
-    It is a context manager, which owns the handlers of `SIGNALS` while it is entered. Python allows handlers only in
-    the main thread; in another thread, the context changes nothing.
+    It is a context manager that handles `SIGNALS` during its block. Python allows handlers only in the main thread; in
+    another thread, the context changes nothing.
     """
 
     def __init__(self) -> None:

@@ -18,8 +18,8 @@ from rl_megatron.topology.ranks import Ranks
 
 SLURM_END = "SLURM_JOB_END_TIME"  # environment variable: when SLURM ends the job, in seconds since 1970
 _UNMEASURED_SAVE_SECONDS = 60.0  # assumed until a save has been measured
-_LEAVING_SECONDS = 30.0  # what a job needs to end and to be queued again
-_OF_TRAIN, _OF_SLURM = 1001, 1002  # votes; smaller ones are signals
+_LEAVING_SECONDS = 30.0  # the time that a job needs to end and to be queued again
+_OF_TRAIN, _OF_SLURM = 1001, 1002  # votes for a limit; smaller votes are signal numbers
 
 
 class RunStopped(Exception):
@@ -37,8 +37,8 @@ class RunStopped(Exception):
 class Stopping:
     """The time limits of a run, and the signals that it received. All ranks call `reason` at the same points.
 
-    A step is begun only if it can end, and be saved, before the limit. The estimate of that time is the longest step
-    and the longest save so far.
+    A step is begun only if it can end, and be saved, before the limit. The time needed is estimated as the longest step
+    plus the longest save so far.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Stopping:
         self._longest_save = max(self._longest_save, seconds)
 
     def begin_step(self) -> None:
-        """Start the time of a step, which includes its evaluation and its save."""
+        """Start to time the first step. A step includes its evaluation and its save."""
         self._last_time, self._has_begun = self._clock(), True
 
     def reason(self) -> str | None:

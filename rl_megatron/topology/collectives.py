@@ -1,6 +1,6 @@
 """Collectives with one input and one output tensor, under the names that the installed version of torch gives them.
 
-NCCL gathers into one tensor. To gather into a list of tensors, torch would copy the parts once more.
+NCCL gathers into one tensor; if the output is a list of tensors, torch copies each part again.
 """
 
 from __future__ import annotations

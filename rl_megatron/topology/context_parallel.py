@@ -69,7 +69,7 @@ def gather_heads(x: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
 
 
 def zigzag_order(sequence_length: int, cp_size: int, device: torch.device | None = None) -> Tensor:
-    """Return, for each position of a sequence, its index among all ranks' tokens in rank order, `[S]`."""
+    """Return `[S]`: for each position of a sequence, its index among the tokens of all ranks in rank order."""
     positions = [zigzag_positions(sequence_length, rank, cp_size, device) for rank in range(cp_size)]
     return torch.cat(positions).argsort()
 

@@ -12,7 +12,7 @@ from rl_megatron.config.parallel import ParallelConfig
 
 
 class ParallelDegrees(Protocol):
-    """The parallel degrees, of a configuration or a running topology, that a model and its sequences must fit."""
+    """The parallel degrees of a configuration or a running topology, which a model and its sequences must fit."""
 
     @property
     def tensor(self) -> int: ...
@@ -86,7 +86,7 @@ def validate(parallel: ParallelConfig, world_size: int) -> int:
     """Check the degrees against the world size, and return the data-parallel degree.
 
     Raises:
-        ConfigError: The degrees do not divide the world size, or one contradicts another. The message names the values
+        ConfigError: The degrees do not divide the world size, or contradict each other. The message names the values
             that would fit.
     """
     for name in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"):
@@ -226,7 +226,7 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelDegrees) -> None:
 
 
 def _pipelines_that_fit(num_layers: int, stages: int, per_stage: int) -> str:
-    """Return settings that each fit with the other degrees unchanged or, if none does, with one chunk per stage."""
+    """Return settings that each fit with the others unchanged or, if none does, pipelines of one chunk per stage."""
     fits = []
     # Every model chunk of a stage has the same number of layers.
     layer_groups, incomplete_groups = divmod(num_layers, per_stage)

@@ -21,8 +21,8 @@ VARIABLES: dict[str, tuple[str, tuple[str, ...]]] = {
 def compute_deterministically(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set every switch, for the rest of this process. Call it before the device is used.
 
-    megatron-core's own switch is set from torch's when a model is built (model/build.py). On a GPU, torch then raises
-    an error that names any operation without a deterministic implementation. On a CPU, torch computes with one thread,
+    megatron-core's own switch is set from torch's when a model is built (model/build.py). On a GPU, an operation
+    without a deterministic implementation then raises an error that names it. On a CPU, torch computes with one thread,
     because the bits of a sum depend on the number of threads.
 
     Raises:

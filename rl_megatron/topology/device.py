@@ -41,7 +41,8 @@ def join(name: str = "auto", timeout_minutes: float = TIMEOUT_MINUTES) -> tuple[
         The device, and the store in which the ranks met, or None if the process group existed already.
 
     Raises:
-        ConfigError: `name` is unknown, there is no GPU, or this process has been redirected to the CPU already.
+        ConfigError: `name` is unknown, this rank's GPU does not exist, or an earlier call redirected this process to
+            the CPU.
     """
     import megatron.core.optimizer as optimizers
 
@@ -95,8 +96,8 @@ def share_gloo_device() -> None:
 
     torch gives every group its own device, whose thread wakes up 100 times a second, and a rank has 20 to 60 groups. As
     in torch, there is one device for each network interface that GLOO_SOCKET_IFNAME names. If the variable is not set
-    and all ranks are on this machine, the device listens on the loopback address only. Forked processes call this
-    again, because a device's thread does not exist in them.
+    and all ranks are on this machine, the device listens on the loopback address only. A forked process must call this
+    again, because it lacks the device's thread.
     """
     gloo: Any = ProcessGroupGloo  # torch's stub leaves its options out
     names = os.environ.get("GLOO_SOCKET_IFNAME")

@@ -44,7 +44,7 @@ GPUS = {
 }
 
 
-# Word in the driver's name of a device → the GPU. Slower cards with the same chip have a word of `_SLOWER` as well.
+# Word in the driver's name of a device → the GPU. Names of slower cards with this chip also match `_SLOWER`.
 _PRODUCTS = {
     "A100": "a100_80",
     "H100": "h100",

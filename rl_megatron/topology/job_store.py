@@ -48,7 +48,7 @@ def is_on_one_node() -> bool:
 
 
 def _serve_on_loopback(timeout: timedelta) -> Store | None:
-    """Serve the store on rank 0 at MASTER_ADDR and return it, if that is a loopback address; otherwise return None.
+    """Serve the store on rank 0 and return it if MASTER_ADDR is a loopback address; otherwise return None.
 
     torch would listen on all interfaces, but it reuses a store that this process already serves at the same port. If
     another process uses the port, torch reports it.
@@ -76,8 +76,8 @@ def launcher_has_store() -> bool:
 def open_attempt_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a part of the store that no earlier attempt has written to. Every rank of the attempt calls it.
 
-    The number of the attempt cannot be its name, because agents of different nodes count restarts differently. So rank
-    0 chooses a random name. Each other rank asks for it with a random word, which no earlier attempt can have answered.
+    The attempt's number cannot name this part, because agents of different nodes count restarts differently. So rank 0
+    chooses a random name. Each other rank asks for it with a random word, which no earlier attempt can have answered.
     Agents start ranks only after all ranks of the earlier attempt have ended, so no earlier rank 0 answers.
     """
     import torch.distributed as dist

@@ -46,7 +46,8 @@ class Ranks:
     def share(self, make: Callable[[], _T], errors: tuple[type[Exception], ...] = ()) -> _T:
         """Call `make` on rank 0, and return its result on every rank.
 
-        Every rank raises an error of `make` that is one of `errors`, and RuntimeError if the result cannot be sent.
+        If `make` raises one of `errors`, every rank raises it. If the result cannot be sent, every rank raises
+        RuntimeError.
         """
         if self.size == 1:
             return make()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rl_megatron.topology.collectives import gather_from_ranks
 
-_DIGITS = (11, 11, 10)  # bits of a number that each pass of a selection compares, the highest first
+_DIGITS = (11, 11, 10)  # how many bits each pass of a selection compares, from the highest bit on
 _SIGN, _BITS = 1 << 31, (1 << 32) - 1
 
 
@@ -88,10 +88,11 @@ class RankReduction:
         return Moments(number, mean.item(), deviation.item(), least.min().item(), most.max().item())
 
     def order_statistics(self, values: Tensor, places: Sequence[int], weights: Tensor | None = None) -> list[float]:
-        """Return the values at the indices `places` among all ranks' values in ascending order.
+        """Return the values at the indices `places` in the ascending order of all ranks' values.
 
-        Several ranks select values digit by digit, as in a radix sort. For every place, each pass sums over the ranks a
-        histogram of the next digit of the values that begin with the digits selected so far.
+        Several ranks select values digit by digit, as in a radix sort. Each pass selects the next digit of every place:
+        it counts the next digits of the values that begin with the digits selected so far, and sums these counts over
+        the ranks.
 
         Args:
             values: [n] This rank's values, fp32, without NaN.

@@ -92,7 +92,7 @@ class TokenLayout:
         return picked.masked_fill(absent, 0.0)
 
     def locate_next_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return an index with which each token finds the values of the token after it, without a gradient.
+        """Return values, without a gradient, and for each token the index of its next token in them.
 
         Args:
             x: [R, L, …] of this rank.
@@ -100,7 +100,7 @@ class TokenLayout:
         Returns:
             (values, index). `index` [R, L] points into `values`, flattened to [*, …]; it is −1 if there is no token or
             no next token. On one context-parallel rank, `values` is `x` itself. Otherwise it is a copy of `x`, followed
-            by the values of the tokens after each cut.
+            by the values of the token after each cut.
         """
         following = torch.nn.functional.pad(self.index[:, 1:], (0, 1), value=-1)
         if self.cp_group is None or self.cp_group.size() == 1:

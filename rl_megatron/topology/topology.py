@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 class Topology:
     """This run's parallel degrees, this rank's position in them, and the process groups, to be passed as arguments.
 
-    world_size = tensor · pipeline · context · data. `virtual_pipeline` splits each pipeline stage into that many model
-    chunks. `expert` · `expert_tensor` divides the ranks that hold one pipeline stage. `store` is the store in which the
-    ranks met, or None if this package did not create it. `megatron_state` is megatron-core's own record of the groups;
-    see `use_in_megatron`.
+    world_size = tensor · pipeline · context · data. Each pipeline stage has `virtual_pipeline` model chunks. `expert` ·
+    `expert_tensor` divides the number of ranks of a pipeline stage. `store` is the store in which the ranks met, or
+    None if this package did not create it. `megatron_state` is megatron-core's own record of the groups; see
+    `use_in_megatron`.
     """
 
     device: torch.device
@@ -139,8 +139,8 @@ def keep_launch_order(parallel: ParallelConfig) -> None:
 def keep_nccl_on_loopback(others: Iterable[str]) -> None:
     """Make NCCL listen on the loopback interface only, unless the user has set NCCL_SOCKET_IFNAME.
 
-    NCCL reads the variable once for all groups. So it stays unset if the ranks or `others`, the hosts to which they
-    send weights, are on several machines.
+    NCCL reads the variable once for all groups. So it stays unset unless all ranks, and the hosts `others` to which
+    they send weights, are on this machine.
     """
     if is_on_one_node() and all(is_loopback(host) for host in others):
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def torch_optimizers() -> list[tuple[object, str, object]]:
-    """Return the replacements (owner, name, value) with which megatron-core uses torch's Adam and its own norms.
+    """Return replacements (owner, name, value) so that megatron-core uses torch's Adam, and computes norms itself.
 
     Loops over weights in megatron-core become single calls for all weights, which need few kernels on a GPU.
     """
@@ -38,7 +38,7 @@ def use_torch_optimizers() -> None:
 
 
 def _scale_together(_: int, noop_flag: Tensor, tensor_lists: Sequence[list[Tensor]], scale: float) -> None:
-    """Write `scale` times each tensor of the first list into the tensor at its index in the second, as in `amp_C`."""
+    """Write each tensor of the first list, times `scale`, into that of the same index in the second, as in `amp_C`."""
     sources, targets = tensor_lists
     if any(source is not target for source, target in zip(sources, targets, strict=True)):
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]

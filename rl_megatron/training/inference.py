@@ -23,11 +23,11 @@ from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.training.runner import FusedHead, Runner
 from rl_megatron.training.token_values import TokenValues
 
-_NUMBER = torch.zeros(())  # the value of one token if it is a single number
+_NUMBER = torch.zeros(())  # the default `entry`: one token's value is a single number
 
 
 def build_runner(model: ShardedModel, fused_head: FusedHead | None) -> Runner:
-    """Return a runner of the model. Both share the list of model chunks, which `model.release` empties."""
+    """Return a runner that shares the model's list of model chunks, which `model.release` empties."""
     backend = choose_backend(model.config, model.topology, model.precision)
     # A score head does not compute logits, so it has nothing to fuse.
     return Runner(
@@ -41,7 +41,7 @@ def build_runner(model: ShardedModel, fused_head: FusedHead | None) -> Runner:
 
 
 def build_whole_batch(model: ShardedModel, data: Mapping[str, object]) -> Batch:
-    """Return a user's dictionary, which every rank has, as a batch on the host, where microbatches are formed.
+    """Convert a user's dictionary, the same on every rank, to a batch on the host, where microbatches are formed.
 
     The caller's dictionary is unchanged. Tokens and temperatures are checked here on every rank, because only the first
     pipeline stage embeds tokens, and only the last one uses temperatures.
@@ -93,7 +93,7 @@ def check_width(model: ModelConfig, width: int) -> None:
 
 
 def prepare(model: ShardedModel, batch: Batch) -> Batch:
-    """Check a batch, and return it without recorded experts if the model cannot replay them. Collective.
+    """Check a batch and return it, but without its recorded experts if the model cannot replay them. Collective.
 
     A model with a score head (a critic) has other routers than those that were recorded, and a dense model has none.
     """
@@ -161,7 +161,7 @@ class Inference:
             read: Returns, on the last pipeline stage, the values of this rank's microbatches.
             batch: The batch. Every token is read, whatever its `token_mask` is.
             batching: How the batch is split into microbatches.
-            first_column: The token to which the first column of the values from `read` corresponds.
+            first_column: The index of the token to which the first column of `read`'s values corresponds.
             entry: […] Zeros of the shape and dtype of one token's value. They fill entries without a value, for example
                 those beyond a sequence's end.
             keys: The keys of the batch that the model reads.

@@ -97,7 +97,7 @@ class Loop(ABC):
             step: The step number, for messages.
             batch: The global batch: a `Batch`, or a dictionary that every rank has.
             loss_fn: The loss.
-            model: Another model to train instead of the policy: the critic.
+            model: The model to train instead of the policy, such as the critic.
             teacher: The model whose logits the loss reads as `teacher_logits`, or None.
 
         Raises:

@@ -147,8 +147,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
     ) -> Self:  # fmt: skip
         """Build a policy from a checkpoint that was saved under any parallel layout.
 
-        The model is the checkpoint's, and so are vocabulary size, head and precision unless `options` has them. The
-        other arguments are those of `from_hf`, and `weights_only` is that of `load_checkpoint`.
+        The model's shape is the checkpoint's, and so are vocabulary size, head and precision unless `options` has them.
+        The other arguments are those of `from_hf`, and `weights_only` is that of `load_checkpoint`.
 
         Raises:
             ConfigError: The checkpoint cannot be read, or the parallel degrees do not fit.
@@ -176,8 +176,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
             batch: The sequences on the ranks that have produced them.
             sizes: The number of sequences of each optimizer step. Each step is spread evenly over the ranks. None:
                 every step has as many trajectories as the policy's global batch size.
-            groups: [B] A number for each sequence. One rank owns all neighbours that have the same number. None: there
-                are no groups.
+            groups: [B] A number for each sequence. Neighbouring sequences with the same number stay on one rank. None:
+                there are no groups.
 
         Raises:
             ConfigError: A single sequence exceeds the token limit of a microbatch.
@@ -233,8 +233,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
             mbs: The number of sequences per forward pass. The default is that of `batching`.
             sizes: The number of sequences of each optimizer step, instead of `gbs`.
             teacher: The model whose logits the loss reads as `teacher_logits`, sharded like the policy's.
-            on_policy: Whether the weights are those that sampled the batch. If there is only one step, a policy
-                gradient loss then computes missing `prev_logprobs` in the step's own forward pass.
+            on_policy: Whether the weights are those that sampled the batch. If they are and there is only one step, a
+                policy gradient loss computes missing `prev_logprobs` in the step's own forward pass.
 
         Returns:
             The loss's metrics, with `packing_efficiency` (tokens per token slot that the model computed), `grad_norm`
@@ -247,8 +247,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
             NonFiniteLoss: The loss or the gradient norm is not finite, and the step may not be skipped. It is raised on
                 every rank before a weight has changed.
             ValueError: The batch has no sequence or no token, a token is not in the vocabulary, or tensors do not fit
-                each other; a size is not a whole number above 0, `sizes` do not add up to the batch, or they would
-                separate sequences that the loss needs together (preference pairs); `prev_logprobs` are missing, and
+                each other. Or a size is not a whole number above 0, `sizes` do not add up to the batch, or they
+                separate sequences that the loss needs together (preference pairs). Or `prev_logprobs` are missing, and
                 there are several steps or `on_policy` is false.
         """
         loss, gbs = as_loss(loss_fn), self._global_batch_size if gbs is None else gbs
@@ -281,7 +281,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def accumulate_gradients(
         self, data: Mapping[str, object], loss_fn: LossFunction, mbs: int | None = None, teacher: Teacher | None = None
     ) -> dict[str, float]:
-        """Return the loss's metrics on one global batch, and store its gradient in the parameters' `main_grad`."""
+        """Return the loss's metrics on one global batch, and store the gradient in the parameters' `main_grad`."""
         loss = as_loss(loss_fn)
         step = self._plan_step(data, loss, mbs, teacher)
         self.prepare_for_training()
@@ -290,7 +290,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return metrics
 
     def plan(self, data: Mapping[str, object], loss_fn: LossFunction, mbs: int | None = None) -> RankPlan:
-        """Return the plan of this rank's microbatches of one global batch."""
+        """Return the plan of this rank's microbatches for one global batch."""
         return self._plan_step(data, as_loss(loss_fn), mbs).plan
 
     def _plan_step(
@@ -301,7 +301,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         return step
 
     def as_batch(self, data: Mapping[str, object], keys: Sequence[str] = ()) -> Batch:
-        """Return a user's dictionary as a `Batch` with only `keys`, or with all keys by default.
+        """Convert a user's dictionary to a `Batch` that has only `keys` or, by default, all keys.
 
         A `Batch` is returned unchanged. The errors are those of `build_whole_batch`.
         """
@@ -374,7 +374,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def freeze_reference(self) -> None:
         """Copy the current weights into a frozen reference model, which is kept beside the policy.
 
-        For a policy with adapters, the reference shares its frozen weights and keeps only the current adapters.
+        If the policy has adapters, the reference shares its frozen weights, and keeps the adapters as they are now.
         """
         self.model.require_head("lm", "freeze_reference")
         self.reference = None  # first, so that there is never a third model in memory
@@ -386,8 +386,8 @@ class MegatronPolicy(ColocatablePolicyInterface):
     def record_reference(self, path: Path, batches: Iterable[BatchedDataDict]) -> None:
         """Compute reference logprobs of `batches` with the current weights, and keep them instead of a second model.
 
-        The reference then has logprobs of these sequences only, in whatever batch they are, and stores them in `path`.
-        If the file has logprobs of the same weights, they are not computed again.
+        The reference then has logprobs of these sequences only, in whatever batch they occur, and stores them in
+        `path`. If the file has logprobs of the same weights, they are not computed again.
         """
         self.model.require_head("lm", "record_reference")
         self.reference = None

@@ -44,7 +44,7 @@ def run(monkeypatch, tmp_path):
 def test_the_batches_since_the_checkpoint_are_left_out(run, logged):
     assert run({14}) == [*range(1, 11), *range(15, 45)]
     assert logged == [
-        "batch 14; going back to step 10, and continuing with the batches after this one (1 of at most 2 times)"
+        "batch 14; going back to step 10, and continuing with the batches after the failed one (1 of at most 2 times)"
     ]
 
 
