@@ -1,4 +1,4 @@
-"""Count a step's global denominators before it, and reduce its metrics over all ranks after it."""
+"""Count the denominators of a step's global batch, and reduce the step's metrics over all ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Denominators:
 
     @classmethod
     def count(cls, batch: Mapping[str, Tensor], ranks: RankReduction = ALONE) -> Denominators:
-        """Count the global batch, given this rank's sequences of it. Collective over `ranks`."""
+        """Count the global batch, of which `batch` has this rank's sequences. Collective over `ranks`."""
         sample_mask, mask = batch["sample_mask"].double(), batch["token_mask"][:, 1:].double()
         tokens = (mask.sum(1) * sample_mask).sum()
         width = torch.full_like(sample_mask, batch["input_ids"].size(1))
@@ -56,7 +56,7 @@ def reduce_metrics(
     topology: Topology,
     step_metrics: Mapping[str, Tensor],
 ) -> dict[str, float]:
-    """Return each metric of the last stage's microbatches, reduced as the loss declares, on every rank.
+    """Return on every rank the metrics of the last stage's microbatches, reduced as the loss declares.
 
     Metrics are reduced over microbatches, then over data-parallel ranks (context- and tensor-parallel ranks hold equal
     values), and sent to all pipeline stages, with at most one collective for each kind of reduction. A metric that only
@@ -79,8 +79,8 @@ def reduce_metrics(
     by_kind = {kind: sorted(name for name in reductions if reductions[name] is kind) for kind in Reduction}
     names = [name for kind in Reduction for name in by_kind[kind]]
     # A rank does not know the metrics of other ranks' microbatches. So every rank sends the same shape, which follows
-    # from the declarations: a value for each name; 1 or 0 for each name, whether any microbatch has it; and a last
-    # number, 2 if any microbatch returns undeclared names and otherwise 1.
+    # from the declarations: for each name, a value; for each name, 1 if any microbatch has it, and otherwise 0; at the
+    # end, 2 if any microbatch returns undeclared names, and otherwise 1.
     reduced = torch.zeros(2 * len(names) + 1, dtype=torch.float64, device=device)
     if topology.is_last_stage:
         parts = {kind: _reduce_microbatches(kind, by_kind[kind], reports) for kind in Reduction if by_kind[kind]}
@@ -108,7 +108,7 @@ def reduce_metrics(
 
 
 def _reduce_microbatches(kind: Reduction, names: list[str], reports: list[dict[str, Tensor]]) -> Tensor:
-    """Return the metrics [names] of one kind of reduction, reduced over microbatches.
+    """Reduce the metrics `names` of one kind over microbatches, and return their values [names].
 
     A missing metric contributes the reduction's identity.
     """
@@ -141,9 +141,9 @@ def _describe_failure(
 
 
 def combine_steps(reports: list[dict[str, float]], loss_fn: Loss) -> dict[str, float]:
-    """Combine the metrics of several optimizer steps, each over the steps that have it.
+    """Combine the metrics of several optimizer steps. Each metric is combined over the steps that have it.
 
-    The combination is the minimum of minima, the maximum of maxima, and the mean of all other metrics.
+    Metrics with the reduction MIN or MAX are combined by the same reduction, and all others by their mean.
     """
     reductions = loss_fn.metric_reductions
     combine: dict[Reduction | None, Callable[[list[float]], float]] = {Reduction.MIN: min, Reduction.MAX: max}
@@ -156,7 +156,7 @@ def combine_steps(reports: list[dict[str, float]], loss_fn: Loss) -> dict[str, f
 
 
 def _reduce_over_ranks(kind: Reduction, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the values, reduced over the group in place."""
+    """Reduce the values over the group in place, and return them."""
     operations = {Reduction.SUM: dist.ReduceOp.SUM, Reduction.MIN: dist.ReduceOp.MIN, Reduction.MAX: dist.ReduceOp.MAX}
     if group.size() > 1:
         dist.all_reduce(values, op=operations[kind], group=group)

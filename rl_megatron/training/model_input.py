@@ -91,10 +91,10 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """Everything that a pass over microbatches needs, so that it can be sent to the device at once.
+    """Everything that a pass over microbatches needs, so that one transfer can send it to the device.
 
     Attributes:
-        experts: [N, layers, k] The recorded experts of this rank's tokens by number, or None if none are replayed.
+        experts: [N, layers, k] The recorded experts of this rank's tokens, by token number; None if none are replayed.
         shapes: (number of sequences, padded length over all ranks) of each microbatch.
     """
 
@@ -120,7 +120,7 @@ def number_all_tokens(unnumbered: Sequence[ModelInput]) -> tuple[list[ModelInput
 
 
 def _most_counted(batch: BatchedDataDict, layout: TokenLayout, shards: int) -> int:
-    """Return the largest number of evaluated tokens on a sequence-parallel rank.
+    """Return the number of evaluated tokens on the sequence-parallel rank that has the most of them.
 
     A token is evaluated at the position before it. Without `token_mask`, all tokens are evaluated.
     """
@@ -132,7 +132,7 @@ def _most_counted(batch: BatchedDataDict, layout: TokenLayout, shards: int) -> i
 
 
 def _weighted_tokens(batch: BatchedDataDict) -> Tensor:
-    """Return `[b, S]`, true for the tokens (without padding) of sequences with a loss weight above 0."""
+    """Return `[b, S]`, true for tokens that are not padding, in sequences with a loss weight above 0."""
     ids = batch["input_ids"]
     weighted = (batch["sample_mask"] > 0)[:, None].expand(ids.shape)
     if "input_lengths" not in batch:

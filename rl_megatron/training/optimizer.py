@@ -65,7 +65,7 @@ def has_replicas(config: TransformerConfig, topology: Topology) -> bool:
 def complete_gradients(model_chunks: list[DistributedDataParallel]) -> None:
     """Gather the summed gradients of all parameters on every rank. Collective.
 
-    With the distributed optimizer, a backward pass leaves on a rank only the sums for the weights that it updates.
+    With the distributed optimizer, a rank has after a backward pass only the sums for the weights that it updates.
     """
     for model_chunk in model_chunks:
         if not model_chunk.ddp_config.use_distributed_optimizer:
@@ -114,7 +114,7 @@ def build_optimizer(
 
 
 def _count_once(optimizer: MegatronOptimizer, topology: Topology) -> None:
-    """Make the gradient norm count an expert's weight once if several ranks hold all of it.
+    """Make the gradient norm count an expert's weight only once, even if several ranks hold the whole weight.
 
     megatron-core counts such weights only on the first rank of the tensor-parallel group, but experts are split over
     the expert-tensor-parallel group.
@@ -127,8 +127,8 @@ def _count_once(optimizer: MegatronOptimizer, topology: Topology) -> None:
 def fuse(optimizer: MegatronOptimizer) -> None:
     """Make torch's AdamW update each parameter in one kernel. Other libraries' Adam always does so.
 
-    torch's default is a loop of many operations per parameter on a CPU. On a GPU it handles all parameters at once, but
-    allocates as much memory as they take.
+    By default, torch runs many operations for each parameter on a CPU. On a GPU, it handles all parameters at once, but
+    allocates as much memory as the parameters take.
     """
     for part in list_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
@@ -146,7 +146,7 @@ def build_scheduler(
     not decay. If `decay_steps` is not set, it is `total_steps`, or the warmup plus one step if that is longer.
 
     Raises:
-        ConfigError: The warmup is longer than the decay, `min_lr` exceeds `lr`, or a decay has no end.
+        ConfigError: The warmup is longer than the decay, `min_lr` exceeds `lr`, or the decay's last step is unknown.
     """
     config.check("optimizer")  # a script may have built the config without load_config
     if config.decay_style != "constant" and not config.decay_steps and not total_steps:
@@ -167,6 +167,6 @@ def build_scheduler(
         end_wd=config.weight_decay,
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,  # the settings are the run's; a checkpoint only has the step count
+        use_checkpoint_opt_param_scheduler=False,  # a checkpoint restores only the step count
         override_opt_param_scheduler=True,
     )

@@ -1,8 +1,8 @@
 """Send activations and gradients between pipeline stages, whose microbatches may differ in shape.
 
-megatron-core's stages send a shape before each tensor, so the host waits for the device at every send. If two stages
-interleave model chunks, each is both the next and the previous stage of the other, and shapes reach the wrong receiver.
-Here every stage knows the plan of all microbatches, and so the shape of each tensor that it receives.
+If shapes differ, megatron-core's stages send a shape before each tensor, so the host waits for the device at each send.
+If two stages interleave model chunks, each is both the next and the previous stage of the other, so shapes reach the
+wrong receiver. Here every stage knows the plan of all microbatches, and so the shape of each tensor that it receives.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Shape = tuple[int, int]
 class PlannedCommunicator(P2PCommunicator):
     """A communicator of megatron-core that takes the shapes of received tensors from the plan.
 
-    With interleaving, a group has as many microbatches as there are stages; without it, it has all. In each group,
-    activations arrive model chunk by model chunk, and so do gradients. The first stage receives no activations for its
-    first model chunk, and the last stage receives no gradients for its last one.
+    With interleaving, stages process microbatches in groups of as many as there are stages; otherwise, all microbatches
+    are one group. In each group, activations arrive model chunk by model chunk, and so do gradients. The first stage
+    receives no activations for its first model chunk, and the last stage receives no gradients for its last one.
 
     `shapes` are (number of sequences, padded length over all ranks) of each microbatch. A pack is one sequence.
     """

@@ -71,7 +71,7 @@ class AdapterReference:
     """
 
     def __init__(self, model: ShardedModel, inference: Inference):
-        """Keep the adapters of `model`, whose logprobs `inference` computes. Collective."""
+        """Keep the current adapters of `model`. `inference` computes the model's logprobs. Collective."""
         model.gather_parameters()
         self._model, self._inference, self._start = model, inference, None
         if not model.adapters_are_new:
@@ -111,9 +111,9 @@ def _copy(values: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
 
 
 class HostWeights:
-    """The parameters of modules in host memory (pinned if there is a GPU), which are copied to the device for a call.
+    """The owner of copies of modules' parameters in host memory (pinned if there is a GPU).
 
-    It owns the host copies. Between calls the modules' parameters are empty.
+    The copies are sent to the device for each call. Between calls the modules' parameters are empty.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device):
@@ -126,7 +126,7 @@ class HostWeights:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Keep the parameters on the device within the block."""
+        """Keep the parameters on the device during the block."""
         try:
             for parameter, weights in zip(self._parameters, self._host, strict=True):
                 parameter.data = weights.to(self._device, non_blocking=True)
@@ -142,18 +142,18 @@ class HostWeights:
 class RecordedReference:
     """The logprobs of recorded sequences, each at its `temperature` (default 1). It owns the logprobs and their file.
 
-    Sequences are recognized by their tokens and temperature. Therefore a sequence may come in any batch, and a resumed
-    run may read more sequences than before.
+    Sequences are recognized by their tokens and temperature. Therefore a sequence may be in any batch, and a resumed
+    run may have more sequences than the earlier run.
     """
 
     def __init__(self, path: Path, reference: str, ranks: Ranks):
         """Read the logprobs in the file `path` on rank 0, and send them to all ranks. Collective.
 
-        A file that does not exist, belongs to other weights or cannot be read is ignored, and the next `complete`
-        replaces it. `reference` is the digest of the reference's weights (`digest_weights`).
+        If the file does not exist, belongs to other weights or cannot be read, no sequence is recorded yet, and the
+        next `complete` writes a new file. `reference` is the digest of the reference's weights (`digest_weights`).
         """
         self._path, self._reference, self._ranks = path, reference, ranks
-        tensors = ranks.share(self._read)  # split later: a view is pickled with its whole storage
+        tensors = ranks.share(self._read)  # split afterwards, because a view is pickled with its whole storage
         self._sequences: dict[bytes, Tensor] = _split(*tensors)
 
     def complete(self, batches: Iterable[BatchedDataDict], logprobs: _Logprobs) -> None:
@@ -225,7 +225,7 @@ def _split(digests: Tensor, lengths: Tensor, logprobs: Tensor) -> dict[bytes, Te
 
 
 def _compute_digests(batch: Mapping[str, Tensor]) -> list[bytes]:
-    """Return one digest per sequence, of its tokens up to `input_lengths` and of its temperature."""
+    """Return the digest of each sequence's tokens (up to `input_lengths`) and temperature."""
     ids, lengths = batch["input_ids"].cpu(), batch["input_lengths"].tolist()
     temperatures = batch["temperature"].tolist() if "temperature" in batch else [1.0] * len(lengths)
     return [

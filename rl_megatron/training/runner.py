@@ -1,8 +1,8 @@
 """Compute gradients and metrics of microbatches with megatron-core's pipeline schedules.
 
-Losses are not scaled here. They are already divided by global counts, which are known before the first forward, so that
-the losses of microbatches only have to be summed: over microbatches (here), over data-parallel ranks (by DDP) and over
-context-parallel ranks (each backpropagates its own tokens).
+Losses are not scaled here. They are already divided by counts of the global batch. So they only have to be summed: over
+microbatches (here), over data-parallel ranks (by DDP) and over context-parallel ranks (each backpropagates its own
+tokens).
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from rl_megatron.training.metrics import Denominators, reduce_metrics
 from rl_megatron.training.model_input import ModelInput, PreparedStep, number_all_tokens
 from rl_megatron.training.p2p import PlannedCommunicator
 
-# A microbatch, its model input, and the seed of its dropout, or None if nothing is dropped.
+# A microbatch, its model input, and the seed of its dropout (None if nothing is dropped).
 _Prepared = tuple[Microbatch, ModelInput, int | None]
 
 
 @dataclass(frozen=True)
 class FusedHead:
-    """The setting with which losses compute logits one token block at a time (`linear_logprobs`).
+    """The setting that lets losses compute logits one token block at a time (`linear_logprobs`).
 
     Losses that need whole logits still get them.
 
     Attributes:
-        block_tokens: The number of tokens of a block; None for the default of `linear_logprobs`.
+        block_tokens: The number of tokens in a block; None for the default of `linear_logprobs`.
     """
 
     block_tokens: int | None = None
@@ -64,7 +64,7 @@ class FusedHead:
 
 @dataclass(frozen=True)
 class Runner:
-    """This rank's model chunks, and how it runs them over microbatches.
+    """A runner of microbatches through this rank's model chunks.
 
     Attributes:
         vocab_size: The size of the tokenizer's vocabulary. Padding beyond it never enters a softmax.
@@ -91,16 +91,16 @@ class Runner:
         """Add the gradient of the loss, summed over all microbatches of all ranks, to the main gradients.
 
         Args:
-            microbatches: This data-parallel rank's part, on the host; every rank has the same number.
+            microbatches: This data-parallel rank's microbatches, on the host; every rank has equally many.
             loss_fn: The loss.
             denominators: The global counts that the loss divides by.
             forward_only: Compute the loss and its metrics, but no gradient.
-            number: The number of the optimizer step. Dropout is seeded by it and by the tokens of a microbatch. So
-                layouts with the same microbatches drop the same elements, also after a resume, except under context
-                parallelism.
+            number: The number of the optimizer step. This number and a microbatch's tokens seed the dropout. So all
+                layouts with the same microbatches drop the same elements, also after a resume. Context parallelism is
+                an exception.
 
         Returns:
-            Every metric, reduced as it is declared, the same on all ranks. "loss" is the value of `loss_fn` alone. With
+            Every metric, reduced as declared, and equal on all ranks. "loss" is the value of `loss_fn` alone. With
             `model.router_aux_loss` above 0, the gradient also has the balancing loss, reported as "router_aux_loss".
             If recorded experts are replayed, "mismatch_routing" is the share of (token, layer) pairs for which the
             router would choose other experts.
@@ -219,7 +219,7 @@ class Runner:
         return self._run_schedule(prepared, read, forward_only=True, head=head, collect=True)[: len(microbatches)]
 
     def _choose_head(self) -> DeferredHead | UncopiedHead | None:
-        """Return the head for losses that can read logits in any memory layout, or block by block."""
+        """Return the head for a reader that accepts logits in any memory layout, and block by block."""
         if self.fused_head is None:
             return UncopiedHead.find(self.model_chunks)
         return DeferredHead.find(self.model_chunks, self.fused_head.block_tokens)
@@ -230,8 +230,8 @@ class Runner:
     ) -> list:  # fmt: skip
         """Run the schedule of the pipeline, and return `read(batch, output, sharding)` of every microbatch.
 
-        Only the last stage has an output; others return an empty list. `head` computes the output from that of the
-        model; without a head, the output is the model's contiguous logits or scores.
+        Only the last stage has an output; others return an empty list. `head` computes the output from what the model
+        returns. Without a head, the output is the model's contiguous logits or scores.
         """
         topology, config, shapes = self.topology, get_model_config(self.model_chunks[0]), prepared.shapes
         config.variable_seq_lengths = len(set(shapes)) > 1
@@ -318,14 +318,14 @@ class Runner:
 
 
 def _in_double(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return a scalar on the device. A Python number is not copied there, because a copy would wait for the device."""
+    """Return a scalar on the device. A Python number fills a new tensor, because a copy would wait for the device."""
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def _report_begun(microbatches: list[_Prepared]) -> Iterator[_Prepared]:
-    """Yield the microbatches, and report before each how many have begun."""
+    """Yield the microbatches, and report before each one how many came earlier."""
     for begun, microbatch in enumerate(microbatches):
         report_progress(begun, len(microbatches), "microbatches")
         yield microbatch

@@ -122,7 +122,7 @@ def _require_logprobs(batch: Batch, loss: Loss, on_policy: bool, steps: int) -> 
 
 
 def _require_whole_groups(loss: Loss, counts: Mapping[str, int]) -> None:
-    """Refuse sizes, by name, that would separate sequences that the loss needs together, such as preference pairs."""
+    """Refuse `counts` that would separate sequences that the loss needs together, such as preference pairs."""
     for name, count in counts.items():
         if count % loss.group_size:
             size = loss.group_size
@@ -133,7 +133,7 @@ def _require_whole_groups(loss: Loss, counts: Mapping[str, int]) -> None:
 
 
 def _add_counts(batch: Batch, part: BatchedDataDict, counters: Mapping[str, CountOfSequences]) -> BatchedDataDict:
-    """Return this rank's sequences with counts over a step's global batch, repeated per sequence. Collective.
+    """Add the counts of a step's global batch to this rank's sequences, repeated for each sequence. Collective.
 
     `part` has this rank's sequences of the step.
     """

@@ -89,19 +89,19 @@ class Teacher:
         return replace(plan, microbatches=microbatches)
 
     def _gather(self, batch: Batch) -> Batch:
-        """Return the batch for the model: if it has another layout, all sequences on every rank."""
+        """Return the batch as the model needs it: with all sequences on every rank if the model has its own layout."""
         if batch.is_whole or not self._own_layout:
             return batch
         values = batch.gather_on_rank_0([key for key in _READ if key in batch])
         return Batch.from_whole(self.model.topology.ranks.share(lambda: values))
 
     def _select_local(self, batch: Batch, values: Tensor) -> Tensor:
-        """Return the values of this rank's sequences from those of `_gather`."""
+        """Return this rank's part of the values of the batch that `_gather` returned."""
         return values if batch.is_whole or not self._own_layout else batch.select_local(values)
 
     @contextmanager
     def _use_weights(self) -> Iterator[None]:
-        """Keep the weights on the device, and the teacher's layout in megatron-core, within the block."""
+        """Keep the weights on the device, and let megatron-core use the teacher's layout, during the block."""
         with ExitStack() as stack:
             if self._own_layout:
                 stack.enter_context(use_in_megatron(self.model.topology))
@@ -120,7 +120,7 @@ def load_teacher(
 ) -> Teacher:
     """Return a teacher whose weights are in a checkpoint of any layout, or in a Hugging Face directory. Collective.
 
-    A checkpoint that holds an adapter alone is loaded with its base. `topology` is the student's, and `timeout_minutes`
+    A checkpoint that holds only an adapter is loaded with its base. `topology` is the student's, and `timeout_minutes`
     is how long a collective of the teacher's own layout may wait for its peers.
     """
     path = Path(str(config.path))
@@ -138,7 +138,7 @@ def load_teacher(
 
 
 def open_teacher(path: Path) -> tuple[ModelConfig, HuggingFaceWeights | None]:
-    """Return the shape of the language model at `path`, and the weights of a Hugging Face directory, otherwise None."""
+    """Return the shape of the language model at `path`, and its weights, or None if `path` is a checkpoint."""
     if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
         weights = open_hugging_face(path)
         return weights.model, weights

@@ -1,4 +1,4 @@
-"""Send per-token values, on the host, from the ranks that computed them to the ranks that have the sequences.
+"""Send per-token values from the ranks that computed them to the host memory of the ranks that have the sequences.
 
 A device holds only the values of its own rank's sequences and one block of bounded size, for any number of ranks. The
 block is not larger than the forward pass's hidden states, so that gathering does not raise the peak of memory.
@@ -26,12 +26,12 @@ BLOCK_BYTES = 1 << 25
 
 @dataclass(frozen=True)
 class TokenValues:
-    """The values of a planned batch's tokens. A value is […], one number or several.
+    """The values of a planned batch's tokens. A value has the shape […]: it is one number or several.
 
     Attributes:
         batch: The batch.
         step: Its microbatches.
-        first_column: The first token of a sequence that has a value. The values of microbatches begin at it, too.
+        first_column: The index of a sequence's first token with a value. `streams` of `gather` begin with this token.
         topology: The layout.
         hidden_bytes: The bytes of the hidden state of one token.
     """
@@ -43,7 +43,7 @@ class TokenValues:
     hidden_bytes: int
 
     def gather(self, streams: Sequence[Tensor], entry: Tensor) -> Tensor:
-        """Return the value of every token [n, S, …] of the sequences that this rank has, on the host. Collective.
+        """Return the values [n, S, …] of all tokens of this rank's sequences, on the host. Collective.
 
         Args:
             streams: [b, ·, …] The values of each of this rank's microbatches on the last stage; empty on other stages.
@@ -76,7 +76,7 @@ class TokenValues:
     def _gather_blocks(self, local: Tensor) -> Tensor:
         """Return the values [ranks, n, …] of all data-parallel ranks on the host, from this rank's [n, …].
 
-        A block may begin within a value, because one value of every rank may already exceed the block's size.
+        A block may end within a value, because even one value from every rank may be larger than a block.
         """
         group, flat = self.topology.groups.dp, local.flatten()
         step = max(1, self._block_bytes() // (group.size() * flat.element_size()))
@@ -86,10 +86,10 @@ class TokenValues:
         return gathered.view(group.size(), *local.shape)
 
     def _block_bytes(self) -> int:
-        """Return the bytes of a block, the same on all ranks: those of the hidden states between two layers.
+        """Return the bytes of a block, the same on all ranks: at most those of the hidden states between two layers.
 
-        Each rank has a largest microbatch. The smallest of these is used, so every rank's forward pass has held at
-        least as many bytes.
+        The smallest among the ranks' largest microbatches counts, so every rank's forward pass has held at least as
+        many bytes.
         """
         topology = self.topology
         tokens = min(planned.largest for planned in self.step.ranks)
@@ -98,9 +98,9 @@ class TokenValues:
 
 
 def _flatten_streams(streams: Sequence[Tensor], counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return the values of microbatches one after the other, [n, …], from `streams` [b, ·, …] of each microbatch.
+    """Return the values [n, …] of all microbatches, one after the other; `streams` has [b, ·, …] for each microbatch.
 
-    `counts` are the numbers of values of each sequence of each microbatch.
+    `counts` has, for each microbatch, the number of values of each sequence.
     """
     positions = [
         _locate_values(sequence_counts, range(len(sequence_counts)), stream.size(1), 0)
@@ -111,7 +111,7 @@ def _flatten_streams(streams: Sequence[Tensor], counts: Sequence[Sequence[int]],
 
 
 def _locate_values(counts: Sequence[int], indices: Sequence[int], width: int, column: int) -> Tensor:
-    """Return the positions of the values of sequences in a flattened tensor [·, width].
+    """Return the positions of the sequences' values in a flattened tensor [·, width].
 
     Args:
         counts: How many values each sequence has.

@@ -1,4 +1,4 @@
-"""`Trainer`: takes optimizer steps on this rank's microbatches of global batches, and reports their gradient norms."""
+"""`Trainer`: takes optimizer steps on this rank's part of global batches, and reports gradient norms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rl_megatron.training.runner import Runner
 from rl_megatron.training.steps import OptimizerStep
 
 QUARTERS = 4
-# The groups of layers: the embedding, quarters of the layers, and the parameters after the layers.
+# The groups that have gradient norms: the embedding, quarters of the layers, and the parameters after the layers.
 GROUPS = ("embedding", *(f"layers_{quarter}" for quarter in range(1, QUARTERS + 1)), "output")
 
 
@@ -98,7 +98,7 @@ class Trainer:
         return report | ({"skipped_steps": 0.0} if self._max_skipped else {})
 
     def accumulate(self, step: OptimizerStep, loss: Loss) -> dict[str, float]:
-        """Return the loss's metrics on one step, and store its gradient in the parameters' `main_grad`."""
+        """Store the loss's gradient of one step in the parameters' `main_grad`, and return the loss's metrics."""
         for model_chunk in self._model.wrapped_model_chunks:
             model_chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -111,8 +111,8 @@ class Trainer:
     def update(self, loss: float) -> tuple[dict[str, float], bool]:
         """Update the weights with the buffered gradients, and advance the schedule.
 
-        Return the norms before clipping and the clipped norm, and whether the weights were updated. If the norm is not
-        finite, raise NonFiniteLoss instead; `loss` is for its message.
+        Return the gradient norms before clipping, with `grad_norm_clipped`, and whether the weights were updated. If
+        the norm is not finite, raise NonFiniteLoss instead; `loss` is for its message.
         """
         self.optimizer.prepare_grads()
         norms = self._gradients.compute()
@@ -144,12 +144,12 @@ class Trainer:
 
 
 class GradientNorms:
-    """The norms of an optimizer's gradients, of all weights and by group of layers.
+    """The gradient norms of an optimizer: of all weights together, and of each group of layers.
 
     A weight that several ranks or model chunks hold counts once, as in megatron-core's norm.
 
     Attributes:
-        names: The names of the norms: of the whole gradient, and of the groups that the model has.
+        names: The names of the norms: of the whole gradient, then of each group that the model has.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, model_chunks: Iterable[torch.nn.Module]):

@@ -1,4 +1,4 @@
-"""`TrainingMemory`: frees the device memory of training state while a rollout engine needs it, and restores it."""
+"""`TrainingMemory`: frees the device memory of training state while a rollout engine needs that memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TrainingMemory:
         if not self._gradients_are_free:
             return
         for model_chunk in self._model.wrapped_model_chunks:
-            # The stream runs the allocation before the step, so the host does not have to wait.
+            # The stream zeroes the buffers before it runs the step, so the host does not have to wait.
             model_chunk.restore_grad_buffers(synchronize=False)
         self._gradients_are_free = False
 
@@ -95,7 +95,7 @@ def offloadable_states(optimizer: MegatronOptimizer, model_chunks: list[torch.nn
                     yield OptimizerTensor(parameter.data, partial(setattr, parameter, "data"))
                 state = part.optimizer.state[parameter]
                 for name, value in state.items():
-                    if isinstance(value, Tensor) and value.dim() > 0:  # a step count stays where the kernel reads it
+                    if isinstance(value, Tensor) and value.dim() > 0:  # a scalar step count stays in place
                         yield OptimizerTensor(value, partial(state.__setitem__, name))
 
 

@@ -1,9 +1,9 @@
 """The format in which weights are sent to a rollout engine: buckets of whole tensors with their fingerprints.
 
-A bucket is a buffer of 64-bit words. It holds the bytes of its tensors, each starting at a word, and then one
+A bucket is a buffer of 64-bit words. It holds the bytes of its tensors, each starting at a new word, and then one
 fingerprint per tensor. Every rank of the model writes the rows that it holds and leaves zeros elsewhere. A row
 is non-zero on one rank only, so the integer sum of all ranks' buffers is the complete bucket. The engines take part in
-that all-reduce, which therefore also delivers the bucket to them.
+the all-reduce that computes this sum, so it also delivers the bucket to them.
 
 A tensor is read as a matrix of 16-bit integers x_ij (an fp32 element is two of them side by side). Its fingerprint is
 
@@ -35,13 +35,13 @@ from rl_megatron.config.errors import RunFailed
 _WORD = 8  # bytes
 _SPREAD, _MIX = -0x61C8864680B583EB, 0x4CF5AD432745937F  # odd: multiplication by them loses nothing modulo 2⁶⁴
 _COLUMN_BITS = 24  # the size of a column's hash
-COLUMNS_AT_ONCE = 1 << 14  # 2¹⁴ columns · 2²⁴ · 2¹⁵ = 2⁵³, up to which fp64 sums are exact
+COLUMNS_AT_ONCE = 1 << 14  # 2¹⁴ columns · 2²⁴ (hash) · 2¹⁵ (number) = 2⁵³, up to which fp64 sums are exact
 ELEMENTS_AT_ONCE_CPU = 1 << 18  # elements of fp64 scratch memory (2 MiB), to fit a core's cache
 ELEMENTS_AT_ONCE_GPU = 1 << 24  # 128 MiB, because small kernels leave a GPU idle
 
 
 class WeightsRefused(RunFailed):
-    """Raised if the weights that arrived differ from those that were sent. The message names the tensor."""
+    """The error for weights that did not arrive as they were sent, or that do not fit the engine's model."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Bucket:
         return buffer[self.starts[-1] : self.num_words]
 
     def verify(self, buffer: Tensor) -> None:
-        """Raise WeightsRefused, which names the first tensor, if a tensor in `buffer` differs from its fingerprint."""
+        """Raise WeightsRefused if a tensor in `buffer` does not have its fingerprint; name the first such tensor."""
         received = torch.stack([fingerprint(self.tensor(buffer, index)) for index in range(len(self.tensors))])
         for spec, here, sent in zip(self.tensors, received.tolist(), self.fingerprints(buffer).tolist(), strict=True):
             if here != sent:
@@ -186,7 +186,7 @@ def fingerprint(block: Tensor, offset: Sequence[int] = (0, 0)) -> Tensor:
 def fingerprint_ones(shape: Sequence[int], offset: Sequence[int], device: torch.device) -> Tensor:
     """Return the fingerprint of a block of ones, [rows, columns] or [rows], a scalar int64.
 
-    The fingerprints of blocks that cover each element of a tensor once add up to that of a whole tensor of ones.
+    If blocks cover each element of a tensor once, their fingerprints add up to that of a whole tensor of ones.
     `offset` is the (row, column) of the block's first element in the whole tensor.
     """
     rows = hash_rows(offset[0], shape[0], device).sum(1)

@@ -48,13 +48,13 @@ class _Block:
     """A block of rows that this rank holds: a view of a parameter, and its offset in the Hugging Face tensor."""
 
     source: Tensor
-    offset: tuple[int, ...]  # the index of its first element in the Hugging Face tensor or its slab
-    slab: Slab | None  # the part of a tensor of stacked experts to which the block belongs; None if unstacked
+    offset: tuple[int, ...]  # the index of the first element in `slab`, or in the Hugging Face tensor if `slab` is None
+    slab: Slab | None  # the part, with this block, of a tensor of stacked experts; None for other tensors
     adapters: Sequence[tuple[LinearAdapter, Part]] = ()  # adapters to merge, each with its part for these rows
 
     @property
     def position(self) -> tuple[int, ...]:
-        """Return the index of the block's first element if the rows of all slabs are numbered consecutively."""
+        """Return the index of the block's first element, with the rows of all slabs numbered consecutively."""
         return (self.offset[0] + (0 if self.slab is None else self.slab.start), *self.offset[1:])
 
     def merge_adapters(self, dtype: torch.dtype) -> Tensor:
@@ -65,7 +65,7 @@ class _Block:
         return rows.to(dtype)
 
     def select(self, whole: Tensor) -> Tensor:
-        """Return the view of the Hugging Face tensor `whole` that the block fills."""
+        """Return the part of the Hugging Face tensor `whole` that the block fills, as a view."""
         if self.slab is not None:
             whole = self.slab.rows(whole[self.slab.expert])
         return whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.source.shape, strict=True))]
@@ -85,7 +85,7 @@ class WeightExporter:
 
         Raises:
             ConfigError: No Hugging Face family can express the model.
-            RuntimeError: No rank or several ranks hold an element of a tensor. It is raised on every rank.
+            RuntimeError: An element of a tensor is held by no rank or by several. It is raised on every rank.
         """
         model.require_head("lm", "sending weights to an engine")
         rows = model.config.vocab_size or model.vocab_size
@@ -169,7 +169,7 @@ class WeightExporter:
     def stream(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor) in the plan's order, on every rank. A tensor is valid until the next one.
 
-        It is collective and raises WeightsRefused, as `gather_buckets` does.
+        Like `gather_buckets`, it is collective and may raise WeightsRefused.
         """
         for bucket, filled in self.gather_buckets():
             for position, spec in enumerate(bucket.tensors):
@@ -201,8 +201,8 @@ class WeightExporter:
             expected = count(shape, (0, 0))
             if not torch.equal(actual, expected):
                 raise RuntimeError(
-                    f"{name}: the ranks hold {actual[0]} elements of {expected[0]}, and not each of them once; the "
-                    "family's weight table lacks a module, or shards overlap"
+                    f"{name}: the ranks hold {actual[0]} elements of {expected[0]}, but some are missing or held more "
+                    "than once; the family's weight table lacks a module, or shards overlap"
                 )
 
 
@@ -251,7 +251,7 @@ class AdapterExporter(WeightExporter):
 
 
 def digest_weights(model: ShardedModel, frozen_only: bool = False) -> str:
-    """Return a digest of a model's weights, or of the frozen ones, that is the same in any layout. Collective."""
+    """Return a digest, the same in any layout, of all of a model's weights or only of the frozen ones. Collective."""
     model.gather_parameters()
     topology = model.topology
     total = torch.zeros((), dtype=torch.int64, device=topology.device)

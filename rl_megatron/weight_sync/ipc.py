@@ -1,7 +1,7 @@
 """Memory that another process on the same machine can open: anonymous shared memory on the CPU, CUDA IPC on a GPU.
 
 On the CPU the memory is a file without a name (`memfd_create`), which is opened through /proc. It needs no space in
-/dev/shm, whose size containers limit. It is freed with the last process that has it open, however that process ends.
+/dev/shm, whose size containers limit. It is freed once no process has it open, even if processes are killed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rl_megatron.weight_sync.buckets import WeightsRefused
 _WORD = torch.int64.itemsize
 _DEVICE_ARGUMENT = 6  # the position of the sender's device number among the arguments of rebuild_cuda_tensor
 _PIDFD_GETFD = 438  # the number of the system call on all of Linux's usual architectures
-# Tries, on an ordinary file, the system call by which a process opens GPU memory of expandable segments.
+# This program tries, on an ordinary file, the system call with which engines open memory in expandable segments.
 _GET_FILE = """
 import ctypes, os, sys
 call, process, file = map(int, sys.argv[1:])
@@ -37,8 +37,8 @@ sys.exit(0 if libc.syscall(call, os.pidfd_open(process), file, 0) >= 0 else os.s
 def check_gpu_memory_can_be_shared(refit: str) -> None:
     """Raise ConfigError if other processes cannot open this process's GPU memory, as `generation.refit=refit` needs.
 
-    With expandable segments, engines open the memory by the system call pidfd_getfd. Containers often forbid it, and
-    without this check, the engine would fail only at the first weight sync.
+    With expandable segments, engines open the memory with the system call pidfd_getfd, which containers often forbid.
+    Without this check, the engine would fail only at the first weight sync.
     """
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" not in os.environ.get(variable, "").lower().replace(" ", ""):
@@ -49,9 +49,9 @@ def check_gpu_memory_can_be_shared(refit: str) -> None:
         if done.returncode != 0:
             reason = done.stderr.strip().splitlines()[-1:] or ["it failed"]
             raise ConfigError(
-                f"generation.refit={refit}: {variable} has expandable_segments:True, and with it engines get GPU "
-                f"memory by the system call pidfd_getfd, which fails here ({reason[0]}); leave expandable_segments "
-                "out, or set generation.refit=collective, which needs GPUs of the engines' own"
+                f"generation.refit={refit}: {variable} has expandable_segments:True, so engines must open the policy's "
+                f"GPU memory with the system call pidfd_getfd, which fails here ({reason[0]}); leave "
+                "expandable_segments out, or set generation.refit=collective, for which engines need their own GPUs"
             )
 
 
@@ -132,7 +132,7 @@ class SharedBuffer:
         self.words = torch.frombuffer(mmap.mmap(self._file, num_words * _WORD), dtype=torch.int64)
 
     def make_handle(self, bucket_index: int, num_words: int) -> WeightHandle:
-        """Return a handle to the first `num_words` words. A reader sees the values at the time of its `open_handle`."""
+        """Return a handle to the first `num_words` words. A reader sees the values at the time when it reads them."""
         if self._file is not None:
             return WeightHandle(bucket_index, num_words, path=f"/proc/{os.getpid()}/fd/{self._file}")
         torch.cuda.current_stream(self.words.device).synchronize()  # finish writes before others read
@@ -157,7 +157,7 @@ def open_handle(handle: WeightHandle) -> Iterator[Tensor]:
     """Open the sender's memory [num_words] int64 for reading. No reference to the memory may outlive the block.
 
     Raises:
-        WeightsRefused: The sender has ended, or runs on another machine.
+        WeightsRefused: The memory cannot be opened, for example because the sender has ended.
     """
     words = _open_on_cpu(handle) if handle.cuda is None else _open_on_gpu(handle, handle.cuda)
     try:
@@ -188,7 +188,7 @@ def _open_on_cpu(handle: WeightHandle) -> Tensor:
 
 
 def _open_on_gpu(handle: WeightHandle, cuda: tuple[object, ...]) -> Tensor:
-    """Open the memory on the GPU with the sender's uuid, because GPU numbers may differ between processes."""
+    """Open the memory on the GPU that has the handle's uuid, because GPU numbers may differ between processes."""
     here = [
         i for i in range(torch.cuda.device_count()) if get_device_key(torch.device("cuda", i)) == handle.device_uuid
     ]

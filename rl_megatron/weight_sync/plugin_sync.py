@@ -26,14 +26,14 @@ class PluginSync(abc.ABC):
     """A `ServerSync` to vLLM servers with our plugin. It owns the connection between the policy and the servers."""
 
     def __init__(self, sender: WeightSender, servers: WeightServers, bucket_bytes: int, timeout_seconds: float):
-        """Prepare; `connect` makes the connection. The timeout is for joining a group, and for each collective."""
+        """Prepare; `connect` makes the connection. `timeout_seconds` limits joining a group, and each collective."""
         self._sender, self._servers = sender, servers
         self._bucket_bytes, self._timeout = bucket_bytes, timeout_seconds
 
     def connect(self) -> None:
         """Give the servers the plan, and connect them to the policy; see `ServerSync.connect`."""
         self._sender.get_exporter(self._bucket_bytes)
-        # A weight sync may be unfinished on a server, if the trainer or another server ended during it.
+        # A server may be in an unfinished weight sync, during which the trainer or another server ended.
         active = [any(report.get("active") for report in reports) for reports in self._ask_for_reports()]
         if any(active):
             self._servers.post("/finish_weight_update", to=active)
@@ -74,7 +74,7 @@ class PluginSync(abc.ABC):
 
     @abc.abstractmethod
     def _join(self, init_info: Mapping[str, object]) -> None:
-        """Connect the servers with the policy. They have already got `init_info`, a part of the plugin's `InitInfo`."""
+        """Connect the servers with the policy. They have `init_info`: the plugin's `InitInfo` without `group`."""
 
     @abc.abstractmethod
     def _transfer(self, version: int) -> None:
@@ -165,7 +165,7 @@ class SyncInSharedMemory(PluginSync):
 
 
 def confirm(servers: WeightServers, version: int) -> None:
-    """Check that vLLM servers report the version, and make them drop the keys and values of older weights."""
+    """Check that vLLM servers report the version, and make them drop the KV cache of older weights."""
     for server, answer in enumerate(servers.get("/weight_info")):
         if answer["weight_version"] != str(version):
             raise ServerRefused(

@@ -51,10 +51,10 @@ class Handle(Protocol):
 
 
 class Transfer(Handle, Protocol):
-    """A collective that was started, with a wait of limited time."""
+    """A collective that was started, and that can be waited for with a time limit."""
 
     def is_over(self, seconds: float) -> bool:
-        """Wait for at most `seconds`, and return whether the collective has succeeded or failed by then."""
+        """Wait for at most `seconds`, and return whether the collective is over by then; it may have failed."""
         ...
 
 
@@ -120,7 +120,7 @@ class StandaloneGroup:
         """Start summing `tensor` over all ranks in place; do not use it before the handle's `wait` returns.
 
         Raises:
-            CollectiveFailed: This process has left, or a peer did not complete a collective.
+            CollectiveFailed: This process has left the group, or a peer did not complete a collective.
         """
         if self.process_group is None:
             raise CollectiveFailed(f"{self._who} has left the group, or an earlier collective failed")
@@ -192,7 +192,7 @@ class _Work:
 
 
 def _make_store(ip: str, port: int, rank: int, world_size: int, timeout: timedelta) -> TCPStore:
-    """Make the group's store, which rank 0 serves. torch alone would listen at all interfaces of the machine."""
+    """Make the group's store, which rank 0 serves. By default, torch would listen at all interfaces."""
     if rank != 0:
         return TCPStore(ip, port, world_size, is_master=False, timeout=timeout)
     listening = open_listening_socket(ip, port, world_size)
@@ -202,9 +202,9 @@ def _make_store(ip: str, port: int, rank: int, world_size: int, timeout: timedel
 def open_listening_socket(ip: str, port: int, backlog: int) -> socket.socket:
     """Open a socket that listens at one address.
 
-    In two cases, it listens at all interfaces instead: if the address is not one of this machine's, as in a container
-    with forwarded ports; or if it is the loopback address and the job has several nodes, because the others reach this
-    node by its name.
+    In two cases, the socket listens at all interfaces instead: if the address is not one of this machine's, as in a
+    container with forwarded ports; or if it is the loopback address of a job with several nodes, because the other
+    nodes reach this one by its name.
     """
     family, _, _, _, address = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
     try:

@@ -102,7 +102,7 @@ class WeightReceiver:
 
     @torch.no_grad()
     def accept(self, bucket_index: int, buffer: Tensor) -> None:
-        """Verify a bucket, [≥ its num_words] int64, and load its tensors into the sink.
+        """Verify the bucket in `buffer` [≥ the bucket's num_words] int64, and load its tensors into the sink.
 
         Raises:
             WeightsRefused: The bucket is unknown, has arrived already, is too short, or holds an altered tensor. The

@@ -1,4 +1,4 @@
-"""`WeightSender`: the trainer's side of a weight sync, over a process group that engines join or in shared memory.
+"""`WeightSender`: the trainer's side of a weight sync, over a process group with engines, or in shared memory.
 
 Both ways need one collective per bucket. Over a process group, one all-reduce gathers the shards of all ranks and
 delivers them to the engines. In shared memory, the trainer's ranks gather the shards, and engines only read.
@@ -64,7 +64,7 @@ class WeightSender:
     """
 
     def __init__(self, model: ShardedModel, kind: type[WeightExporter] = WeightExporter):
-        """Prepare. `kind` chooses the weights to send: all with adapters merged, the base, or the adapters."""
+        """Prepare. `kind` chooses what is sent: all weights, with adapters merged; the base; or the adapters."""
         self.timings = SyncTimings()
         self._model, self._kind = model, kind
         self._exporter: WeightExporter | None = None
@@ -117,8 +117,8 @@ class WeightSender:
     def join(self, ip: str, port: int, world_size: int, timeout_seconds: float) -> PendingGroup:
         """Start joining a process group with engines, and leave the group that was joined earlier.
 
-        The model's ranks come first in the group, then the engines, and rank 0 listens at `ip`:`port`. Tell the engines
-        to join, and then wait for the returned group. Waiting raises CollectiveFailed if a process does not join.
+        In the group, the model's ranks come first, then the engines. Rank 0 listens at `ip`:`port`. Tell the engines to
+        join, and then wait for the returned group. Waiting raises CollectiveFailed if a process does not join.
         """
         self.leave()
         topology = self._model.topology
@@ -273,7 +273,7 @@ class PendingGroup:
         self.group()
 
     def is_over(self, seconds: float) -> bool:
-        """Wait for at most `seconds`, and return whether joining has succeeded or failed by then."""
+        """Wait for at most `seconds`, and return whether joining is over by then; it may have failed."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

@@ -1,4 +1,4 @@
-"""`WeightServers`: the inference servers that take a policy's weights, as a weight sync sees them.
+"""`WeightServers`: the inference servers that take a policy's weights, and the requests to them in a weight sync.
 
 A rollout engine gives rank 0 one `WeightServer` for each server. A `ServerSync` sends the weights, in one of several
 ways. It makes HTTP requests only through `WeightServers`, which returns the servers' answers on every rank.
@@ -21,21 +21,21 @@ _LONGEST_WAIT_SECONDS = 60.0  # rank 0 tells other ranks at least this often tha
 
 
 class ServerDied(RuntimeError):
-    """A server cannot be reached, closed a connection or did not answer in time, or its process group broke.
+    """The error for a server that cannot be reached or did not answer in time, and for a broken process group.
 
     A rollout engine may start its servers again, call `ServerSync.connect`, and send the weights again.
     """
 
 
 class ServerRefused(RuntimeError):
-    """A server answered with an error that it would repeat. The message has the server's own words."""
+    """The error for a request that a server refuses and would refuse again. The message has the server's own words."""
 
 
 class Pending(Protocol):
     """An operation in progress with other processes, such as joining a process group or a collective."""
 
     def is_over(self, seconds: float) -> bool:
-        """Wait for at most `seconds`, and return whether it has succeeded or failed by then."""
+        """Wait for at most `seconds`, and return whether the operation is over by then; it may have failed."""
         ...
 
     def wait(self) -> None:
@@ -147,7 +147,7 @@ class WeightServers:
         self._hosts = hosts
         self._recipients: list[WeightServer] = []  # the servers that got the pending request
         self._pending: list[Future[Any]] = []
-        self._server_failed_first = False  # whether a collective failed because of an error of a server
+        self._server_failed_first = False  # whether a server failed before the collective did
 
     def find_meeting_point(self) -> tuple[str, int]:
         """Return on every rank an address and a free port of rank 0, at which the servers can meet the ranks."""
@@ -166,7 +166,7 @@ class WeightServers:
             path: The path.
             bodies: The JSON body for each server; {} if None. Only rank 0's are used.
             meanwhile: A function that all ranks call while the servers work on their answers.
-            to: For each server, whether it gets the request; None for all. The result has the answers of these servers.
+            to: For each server, whether it gets the request; None: all do. The result has the answers of those that do.
 
         Raises:
             ServerDied: A server died or did not answer, or a collective in `meanwhile` failed.
@@ -179,7 +179,7 @@ class WeightServers:
         return self._send("GET", path, [None] * self.count, None)
 
     def meet(self, pending: Pending) -> None:
-        """Wait, as `meanwhile` of a request, until an operation of this rank with the servers has succeeded.
+        """Wait until this rank's operation with the servers has succeeded; call this in `meanwhile` of a request.
 
         The operation is usually joining a process group. Ranks exchange their states, so that none waits for a rank
         that cannot join, or for a server that failed.
@@ -252,7 +252,7 @@ class WeightServers:
         return outcome.values
 
     def _find_outcome(self, path: str, deadline: float) -> _Outcome | None:
-        """Return the outcome once all servers have answered or one has died; None if ranks should wait again."""
+        """Return the outcome once all servers have answered or one has died; None if ranks should ask again."""
         until = min(deadline, time.monotonic() + min(_LONGEST_WAIT_SECONDS, self._timeout / 4))
         died = refused = None
         waiting = list(zip(self._recipients, self._pending, strict=True))

@@ -1,4 +1,4 @@
-"""Weight syncs to SGLang servers through SGLang's own endpoints: buckets of bytes, broadcast in a torch group.
+"""Weight syncs to SGLang servers through SGLang's own endpoints: bytes of buckets, broadcast in a process group.
 
 SGLang does not verify tensors that arrive, so the policy's ranks verify a bucket before they send it. Afterwards,
 SGLang's checksums show which tensors of its model have changed, and whether all servers have the same weights.
@@ -20,7 +20,7 @@ from rl_megatron.weight_sync.sender import PendingGroup, SyncTimings, WeightSend
 from rl_megatron.weight_sync.servers import ServerRefused, WeightServers
 
 _GROUP = "rl_megatron"
-# A tensor of SGLang's model → the tensors of a checkpoint that it consists of.
+# A fused module of SGLang's model → the checkpoint's modules that it consists of.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 _Checksums: TypeAlias = Mapping[str, tuple[str, ...]]  # of one server: tensor → its checksum on each rank
@@ -30,14 +30,14 @@ class SglangSync:
     """A `ServerSync` that broadcasts flattened buckets from rank 0 to all ranks of all servers."""
 
     def __init__(self, servers: WeightServers, weights: WeightSender, topology: Topology, timeout_seconds: float):
-        """Prepare; nothing is sent yet. The timeout is for joining the group, and for each collective."""
+        """Prepare; nothing is sent yet. `timeout_seconds` limits joining the group, and each collective."""
         self._servers, self._weights, self._topology = servers, weights, topology
         self._timeout = timeout_seconds
         self._pending: PendingGroup | None = None  # on rank 0
         self._history = ChecksumHistory()
 
     def connect(self) -> None:
-        """Join all servers' ranks in a process group with rank 0; see `ServerSync.connect`."""
+        """Connect all servers' ranks and rank 0 in a process group; see `ServerSync.connect`."""
         self.close()
         infos, models = self._servers.get("/server_info"), self._servers.get("/model_info")
         plan = self._weights.plan
@@ -61,7 +61,7 @@ class SglangSync:
             for number in range(len(sizes))
         ]
         if self._servers.ranks.leads:
-            # torch prefixes the group's keys with its name twice, and then with the type of the device.
+            # torch prefixes the group's keys with the group's name twice, and then with the type of the device.
             prefixes = (_GROUP, f"{_GROUP}/", f"{self._topology.device.type}/")
             self._pending = PendingGroup(
                 address, port, 0, world_size, self._topology.device, self._timeout, prefixes=prefixes
@@ -121,7 +121,7 @@ class SglangSync:
             self._servers.post("/begin_weight_update")
 
     def _send_bucket(self, bucket: Bucket, buffer: Tensor, version: int | None) -> None:
-        """Broadcast a bucket. The last one has `version`: servers then drop what they computed with older weights."""
+        """Broadcast a bucket. Only the last has a `version`, which makes servers drop the KV cache of older weights."""
         specs = order_flat(bucket)
         body = {
             "names": [spec.name for spec in specs],
@@ -164,7 +164,7 @@ class SglangSync:
 
 
 class _Finished:
-    """A `Pending` that is over already, for ranks other than 0, which send nothing."""
+    """A `Pending` that is already over, for ranks other than 0, which send nothing."""
 
     def is_over(self, seconds: float) -> bool:
         return True
@@ -176,7 +176,7 @@ class ChecksumHistory:
     """The checksums of the servers' tensors after the last weight sync, and the fingerprints that were sent in it."""
 
     def __init__(self, same_dtype: bool = False):
-        """Start without checksums.
+        """Start with no recorded checksums.
 
         `same_dtype` means that the servers keep the weights in the dtype in which they are sent. Otherwise rounding may
         undo a small change of a weight, so servers are only compared with each other.
@@ -215,7 +215,7 @@ class ChecksumHistory:
 
 
 def find_sources(name: str, sent: Iterable[str]) -> list[str]:
-    """Return the tensors in `sent` (by checkpoint name) of which SGLang's tensor `name` consists."""
+    """Return those names in `sent` whose checkpoint tensors make up SGLang's tensor `name`."""
     sent = set(sent)
     module = name.rpartition(".")[0].rpartition(".")[2]
     if name in sent:

@@ -1,7 +1,7 @@
 """Send weights or an adapter to vLLM servers without our plugin: through files, which vLLM itself can reload.
 
 Such a server verifies nothing, so only the logprob check shows whether it computes with the weights that were sent.
-After whole weights were sent, the servers' checksums are compared with each other. An adapter is applied by vLLM's LoRA
+After a sync of all weights, the servers' checksums are compared with each other. An adapter is applied by vLLM's LoRA
 layers, on servers that have loaded its base at their start.
 """
 

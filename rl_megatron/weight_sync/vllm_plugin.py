@@ -87,11 +87,11 @@ class UpdateInfo:
 class VllmReceiver:
     """One worker's side of a weight sync, with the methods of vLLM's `WeightTransferEngine`.
 
-    From the start of a weight sync until all weights have arrived and were verified, the model computes no logits. A
+    From the start of a weight sync until all weights have been received and verified, the model computes no logits. A
     request that runs nevertheless raises an exception, which ends the server's engine.
 
     No method raises an exception. vLLM reads the answers of its workers only up to the first exception, and would
-    mistake the remaining ones for answers to its next request. So failures are kept for `report`.
+    mistake the remaining answers for those to its next request. So failures are kept for `report`.
     """
 
     init_info_cls = InitInfo

@@ -25,7 +25,7 @@ class LayerwiseSink:
     """A `WeightSink` for a model of vLLM, whose parameters are fused, sharded and packed for kernels."""
 
     def __init__(self, model: torch.nn.Module, model_config: Any):
-        """Keep this worker's part of vLLM's model, and vLLM's configuration of it."""
+        """Keep this worker's part of vLLM's model, and vLLM's configuration of the model."""
         self._model, self._model_config = model, model_config
         self._parameters = {name for name, _ in model.named_parameters()}
         self._loaded: set[str] | None = set()
@@ -61,7 +61,7 @@ class LayerwiseSink:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load tensors by their Hugging Face names.
 
-        vLLM keeps a tensor until all tensors of its layer have arrived, perhaps in a later bucket. So it gets copies.
+        vLLM keeps a tensor until all tensors of its layer have arrived, perhaps in a later bucket. So vLLM gets copies.
 
         Raises:
             WeightsRefused: The model's loader does not know a tensor, or expects another shape.
@@ -144,7 +144,7 @@ def repack_tied_head(head: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def _check_head(name: str, head: torch.nn.Module) -> None:
-    """Compare the kernel of a tied head with its weights, and raise WeightsRefused if they differ."""
+    """Raise WeightsRefused if the kernel of a tied head does not compute with the head's weights."""
     weight = head.get_parameter("weight")
     if weight.dtype not in _TOLERANCE:
         return  # quantized

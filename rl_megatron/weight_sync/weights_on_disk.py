@@ -1,4 +1,4 @@
-"""`WeightDirectory`: writes a policy's weights or adapter where servers can read them, a directory for each version."""
+"""`WeightDirectory`: writes each version of a policy's weights or adapter to a directory that servers can read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ADAPTER_FILES = FileNames(ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 
 
 class WeightDirectory:
-    """A new directory, below one that servers can read, with a directory of safetensors files for each version.
+    """A new directory that servers can read. Each version has a subdirectory of safetensors files.
 
     Every rank of the policy calls every method. Rank 0 writes.
     """
@@ -62,10 +62,10 @@ class WeightDirectory:
         """Write the tensors that a source has now, and return their directory. Collective.
 
         The files are written under a temporary name, read back, and compared with the fingerprints of the tensors. Then
-        the directory is renamed to `name`, so it is complete.
+        the directory is renamed to `name`, so `name` is always complete.
 
         Raises:
-            WeightsRefused: On every rank: the directory cannot be written, or its files differ from the weights.
+            WeightsRefused: On every rank, if the directory cannot be written or its files differ from the weights.
         """
         plan, failure, target = source.plan, None, Path()
         weights = source.stream()

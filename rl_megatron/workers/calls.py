@@ -35,7 +35,7 @@ class CallMark:
         self._shared[_CALL_WORD] = _CALL.pack(_NO_CALL)
 
     def touch(self) -> None:
-        """Record the present time, which shows that the worker makes progress."""
+        """Record the current time, which shows that the worker makes progress."""
         self._shared[_TIME_WORD] = _TIME.pack(time.monotonic())
 
     @property
@@ -45,7 +45,7 @@ class CallMark:
 
     @contextmanager
     def mark_call(self, job: int, index: int) -> Iterator[None]:
-        """Mark, during the block of a `with` statement, that the function `index` runs for a job."""
+        """Mark, during the block of a `with` statement, that function number `index` of a job is running."""
         self.touch()
         self._shared[_CALL_WORD] = _CALL.pack(job * _FUNCTIONS + index)
         try:
@@ -55,7 +55,7 @@ class CallMark:
             self.clear()
 
     def end_forked_child(self) -> None:
-        """End this process if it is a forked child that has returned from the function which forked it."""
+        """End this process if it is a forked child that has returned from the function that forked it."""
         if os.getpid() != self._pid:
             os._exit(0)
 

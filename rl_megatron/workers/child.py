@@ -17,7 +17,7 @@ from rl_megatron.workers.linux import die_with, hide_memory
 
 
 def connect(arguments: Sequence[str]) -> tuple[socket.socket, CallMark]:
-    """Return the socket and the mark that this process shares with its parent, and make this process end with it.
+    """Return the socket and the mark that this process shares with its parent, and make it end with its parent.
 
     The arguments are the descriptors of the socket and of the mark's memory, and the parent's process id.
     """
@@ -34,7 +34,7 @@ def serve_user_code(arguments: Sequence[str], serve: Callable[[socket.socket, Ca
     hide_memory()
     try:
         paths, keeps_path, files, memory = read_frame(connection)
-        # Another interpreter keeps its environment's directories first, and appends those of the user's files.
+        # An interpreter other than the parent's searches its own directories first, and then those of the user's files.
         sys.path[:] = [*sys.path, *(path for path in paths if path not in sys.path)] if keeps_path else paths
         find_files(files)
         if memory is not None:

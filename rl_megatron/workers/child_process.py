@@ -31,7 +31,7 @@ _RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-# This makes this package importable, but not the packages beside it, which may be for another interpreter.
+# This program makes this package importable, but not packages beside it, which may be for another interpreter.
 _RUN_MODULE = """
 import importlib, importlib.util, os, sys
 directory, name = sys.argv.pop(1), sys.argv.pop(1)
@@ -70,11 +70,11 @@ class ChildProcess:
 
         Args:
             module: The module to run, which passes its command-line arguments to `child.connect`.
-            python: The interpreter, whose packages alone the module may import. None: this process's interpreter.
+            python: The interpreter; the module can import its packages and this one. None: this process's interpreter.
             threads: The value of OMP_NUM_THREADS, unless the user has set it. None: leave it unset.
             dumps: Encodes a message as bytes.
             loads: Decodes a message from the process.
-            most_bytes: The most bytes of a message from the process.
+            most_bytes: The maximum number of bytes in a message from the process.
         """
         self._python, self._dumps, self._loads, self._most_bytes = python, dumps, loads, most_bytes
         self._how_it_ended: str | None = None
@@ -106,7 +106,7 @@ class ChildProcess:
     def prepare(self, memory_mb: float | None) -> None:
         """Send what `child.serve_user_code` reads first.
 
-        That is the import path, the files that import strings named so far, and a memory limit in MiB (None: no limit).
+        That is the import path, the files that import strings named so far, and the memory limit (None: no limit).
         An allocation beyond the limit raises MemoryError.
         """
         paths = list(map(os.path.abspath, sys.path)) if self._python is None else list_user_paths()
@@ -115,7 +115,7 @@ class ChildProcess:
 
     @property
     def wants_to_write(self) -> bool:
-        """Return whether a part of a message is not sent yet."""
+        """Return whether a part of a message has not been sent yet."""
         return bool(self._outgoing)
 
     def send(self, *message: object) -> None:
@@ -147,7 +147,7 @@ class ChildProcess:
         yield from split_frames(self._incoming, self._loads, self._most_bytes)
 
     def poll(self) -> None:
-        """Update `has_ended`, also if the process has exited and one of its children keeps the socket open."""
+        """Update `has_ended`, even if the process has exited and one of its children keeps the socket open."""
         exited = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         self.has_ended = self.has_ended or exited is not None
 
@@ -158,7 +158,7 @@ class ChildProcess:
         return has_exited
 
     def end(self) -> str:
-        """Kill the process, unless it has ended, and its children; return how the process ended."""
+        """Kill the process, if it still runs, and its children; return how the process ended."""
         if self._how_it_ended is None:
             ended_before = self.has_ended and self._wait(_SECONDS_TO_EXIT) is not None
             status = self._finish()
@@ -206,7 +206,7 @@ def _open_memory() -> IO[bytes]:
 
 
 def build_module_command(module: str, python: str | None) -> tuple[list[str], dict[str, str]]:
-    """Return the command that runs a module of this package, without arguments, and its environment variables.
+    """Return the command (without arguments) that runs a module of this package, and its environment variables.
 
     If `python` is another interpreter, it imports this package from this process's copy, and everything else from its
     own environment.

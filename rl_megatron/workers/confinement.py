@@ -91,7 +91,7 @@ def run_confined(
 
 
 def log_missing_limits() -> None:
-    """Log on rank 0 what programs can do on this system. Child processes on the first node do not log it again."""
+    """Log on rank 0 which limits this system lacks. Child processes on the first node do not log this again."""
     if log.is_main_rank():
         _log(find_missing_limits())
     if os.environ.get("RANK", "0") == os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")):  # the first node
@@ -104,7 +104,7 @@ def _log(remarks: Iterable[str]) -> None:
 
 
 def find_missing_limits() -> list[str]:
-    """Return one sentence per limit that this system lacks: what programs can do without it."""
+    """Return, for each limit that this system lacks, a sentence about what programs can do without the limit."""
     with make_directory() as directory, open(os.devnull, "r+b") as nothing, tempfile.TemporaryFile() as reports:
         seconds, memory = 1, 1 << 30
         numbers = (seconds, memory, os.getpid(), reports.fileno(), nothing.fileno())
@@ -116,7 +116,7 @@ def find_missing_limits() -> list[str]:
 
 @contextmanager
 def make_directory() -> Iterator[str]:
-    """Make a directory for the block of a `with` statement, and remove it, whatever a program has left in it."""
+    """Make a directory for the block of a `with` statement. Remove it afterwards, whatever a program left in it."""
     directory = tempfile.mkdtemp(prefix=disk.make_temporary_prefix("program"))
     try:
         yield directory

@@ -1,4 +1,4 @@
-"""Messages between a process and its child: a pickle with its length in front."""
+"""Messages between a process and its child: pickles, each with its length in front."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_frame(connection: socket.socket) -> Any:
 def split_frames(
     buffer: bytearray, loads: Callable[[bytes], object] = pickle.loads, most_bytes: float = math.inf
 ) -> Iterator[object]:
-    """Yield the complete messages at the beginning of a buffer, and remove them.
+    """Yield the complete messages at the beginning of a buffer, and remove them from it.
 
     Raises:
         BadFrame: A message is longer than `most_bytes`.

@@ -25,7 +25,7 @@ _SECONDS_TO_LEAVE = 5.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command until it ends or standard input does, and return its exit status."""
+    """Run the command until it ends, standard input ends or a signal arrives; return the command's exit status."""
     directory, *command = arguments
     adopt_orphans()
     should_end = threading.Event()
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it asks ranks to end, but SLURM sends it to children, too
     threading.Thread(target=_watch_the_rank, args=(should_end,), daemon=True).start()
     try:
-        # The command stays in the guardian's session, by which the rank finds its processes if the guardian is killed.
+        # The command stays in the guardian's session, so that the rank finds its processes if the guardian is killed.
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=partial(die_with, os.getpid())
         )

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36  # of prctl
-_SECONDS_TO_END_ALL = 5.0  # to kill all children, because they may start others meanwhile
+_SECONDS_TO_END_ALL = 5.0  # limits killing all children, which may start others meanwhile
 
 
 def die_with(parent: int) -> None:
@@ -28,7 +28,7 @@ def die_with(parent: int) -> None:
 
 
 def hide_memory() -> None:
-    """Keep other processes of the user, such as the programs that this one runs, from reading its memory, on Linux."""
+    """Keep the user's other processes, such as programs of a model, from reading this one's memory (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
@@ -50,7 +50,7 @@ def list_children() -> set[int]:
 
 
 def end_children(others: AbstractSet[int] = frozenset()) -> None:
-    """Kill the children of this process except `others`; after `adopt_orphans`, these include orphaned descendants.
+    """Kill the children of this process, after `adopt_orphans` also orphaned descendants, but not `others`.
 
     On Linux, this reaches processes in other sessions, too. On other systems, it kills nothing.
     """

@@ -58,7 +58,7 @@ wait4 61 260, waitid 247 95, futex 202 98, futex_waitv 449 449, set_robust_list 
 arch_prctl 158 -, rseq 334 293, exit 60 93, exit_group 231 94
 """
 _FIRST_ARGUMENT, _SECOND_ARGUMENT = 16, 24  # offsets of the lower halves in `struct seccomp_data`
-# System calls that are allowed for some values of an argument: the numbers, the argument's offset, and these values.
+# System calls that are allowed only for some values of an argument: name, numbers, the argument's offset, values.
 _ALLOWED_IF = (
     # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ. Other commands lock files, enlarge
     # pipes, or choose a process that gets signals.
@@ -71,7 +71,7 @@ _ALLOWED_IF = (
 )
 _CLONE = (56, 220)  # allowed only to start threads
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # columns of the tables above, and AUDIT_ARCH_…
-# Calls from this number on fail with ENOSYS, so that libraries use older ones instead. Among these calls is clone3,
+# Other calls from this number on fail with ENOSYS, so that libraries use older ones instead. One of them is clone3,
 # whose flags a filter cannot read.
 _FIRST_NEWER_CALL = 424
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
@@ -109,7 +109,7 @@ def limit(seconds: int, memory: int, parent: int) -> list[str]:
     _lower(resource.RLIMIT_AS, memory)
     threading.stack_size(_STACK_OF_A_THREAD)
     if is_linux and libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0:
-        # In this namespace, the limit counts the namespace's processes. Outside, it would count all of the user's.
+        # This limit counts the processes of the namespace. Outside, it would count all of the user's.
         _lower(resource.RLIMIT_NPROC, _MOST_PROCESSES)
     else:
         missing.append("namespace")
@@ -165,7 +165,7 @@ def list_allowed_calls(machine: str) -> dict[str, int]:
 
 
 def list_conditional_calls(machine: str) -> dict[str, int]:
-    """Return the numbers of the system calls that programs may use with some arguments, by name."""
+    """Return the numbers of the system calls that programs may use only with some arguments, by name."""
     column, _ = _MACHINES[machine]
     return {name: numbers[column] for name, *numbers, _, _ in _ALLOWED_IF} | {"clone": _CLONE[column]}
 
