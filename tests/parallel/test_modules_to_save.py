@@ -11,6 +11,7 @@ import torch
 from rl_megatron.certify.measurement import compare, run_workload
 from rl_megatron.certify.single_process import run_in_one_process
 from rl_megatron.certify.workload import build_small_batching
+from rl_megatron.checkpoint.directory import Damaged
 from rl_megatron.checkpoint.hf_convert import export_peft, export_weights, import_peft, import_weights
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.parallel import ParallelConfig
@@ -101,6 +102,11 @@ def test_the_checkpoint_is_pefts_and_comes_back(ranks, tmp_path, case, layout):
     import_peft(tmp_path / "adapter", base, tmp_path / "imported")
     export_peft(tmp_path / "imported", tmp_path / "again")
     assert_same_tensors(tensors(tmp_path / "again"), found)
+    largest = max((tmp_path / "imported").rglob("*.distcp"), key=lambda file: file.stat().st_size)
+    largest.write_bytes(bytes(largest.stat().st_size))
+    with pytest.raises(Damaged):
+        export_peft(tmp_path / "imported", tmp_path / "from damaged")
+    assert not (tmp_path / "from damaged").exists()
 
 
 def resumed(parallel: dict, directory: str, precision: str) -> dict[str, torch.Tensor]:

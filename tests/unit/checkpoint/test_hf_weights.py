@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rl_megatron.checkpoint.hf_weights import check_tensors, check_tied, find_tensors, find_tied_head
 from rl_megatron.checkpoint.safetensors_files import INDEX, SINGLE, WeightReader, WeightWriter, read_header
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.model.families.table import TableBuilder, WeightTable
+from rl_megatron.model.families.table import Slab, TableBuilder, WeightTable
 
 SHAPES = {"a": (4, 3), "b": (5,), "c": (2, 3), "d": (7, 1)}
 
@@ -86,6 +87,19 @@ def test_a_tensor_that_was_not_written_is_named(tmp_path):
     writer.write("a", 0, 0, torch.ones(4, 3))
     with pytest.raises(RuntimeError, match="3 tensors were not written exactly once, such as b"):
         writer.finish()
+
+
+def test_parts_of_stacked_experts_are_written_where_they_belong(tmp_path):
+    """Columns of gate and up alternate, parts are stored transposed, and blocks have some of their rows and columns."""
+    stacked = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+    writer = WeightWriter(tmp_path, {"experts": (2, 6, 8)}, lambda name: torch.float32, 1 << 20)
+    for expert, first in itertools.product(range(2), range(2)):
+        slab = Slab(expert, first, step=2, count=4)
+        part = stacked[expert, :, first::2].T
+        for rows, columns in ((slice(0, 4), slice(0, 2)), (slice(0, 1), slice(2, 6)), (slice(1, 4), slice(2, 6))):
+            writer.write_slab("experts", slab, rows.start, columns.start, part[rows, columns])
+    writer.finish()
+    assert torch.equal(load_file(tmp_path / SINGLE)["experts"], stacked)
 
 
 def cut(directory: Path) -> None:
