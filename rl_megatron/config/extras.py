@@ -43,14 +43,16 @@ def check_interpreter(python: str | None, key: str) -> None:
     if shutil.which(python) is None:
         raise ConfigError(
             f"{where} is not an interpreter that can be run; make an environment with `python3 -m venv DIRECTORY`, and "
-            "name DIRECTORY/bin/python"
+            f"set {key} to its bin/python"
         )
     command = [python, "-c", "import sys; print(*sys.version_info[:2])"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
         version = tuple(map(int, done.stdout.split()))
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{where} is not a Python interpreter: {error}; name DIRECTORY/bin/python") from error
+        raise ConfigError(
+            f"{where} is not a Python interpreter: {error}; set {key} to the bin/python of an environment"
+        ) from error
     if len(version) != 2 or done.returncode != 0:
         raise ConfigError(f"{where} is not a Python interpreter: it prints {done.stdout or done.stderr!r:.80}")
     if version < _OLDEST:

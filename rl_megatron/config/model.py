@@ -85,7 +85,7 @@ class ModelConfig:
     linear_bias: bool = False  # also add a bias to all other linears: attention's output, MLP, router (gpt-oss)
     qk_norm: bool = False  # apply RMSNorm to each head's queries and keys (Qwen3)
     attention_sinks: bool = False  # add a learned sink score per head to each attention softmax (gpt-oss)
-    # attention scores are divided by the square root of this (Gemma); null: of a head's dimensions
+    # attention scores are divided by the square root of this (Gemma); null: by that of the size of a head's queries
     query_pre_attn_scalar: Positive | None = None
     init_std: PositiveFloat = 0.02  # standard deviation of the initial weights
     sliding_window: Positive | None = None  # tokens that a token attends to, itself included; null: all before it

@@ -77,7 +77,7 @@ class Decoder:
         Returns:
             The completions that ended, or None if there was nothing to do.
         """
-        if not self._steps_left or not self.replica.shares_experts:  # `agree` with other replicas waits for the device
+        if not self._steps_left or not self.replica.shares_experts:  # `agree` between replicas waits for the device
             free = self.max_slots - len(self.running)
             refills = bool(self.waiting) and free >= min(len(self.waiting), -(-self.max_slots // _REFILL_SHARE))
             refills, decodes = self.replica.agree(refills, bool(self.running))

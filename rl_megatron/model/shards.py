@@ -254,7 +254,7 @@ def plan_drawing(
 ) -> Iterator[Callable[[], None]]:
     """Yield functions that each fill one block of a piece's rows.
 
-    `draw` fills the block with all columns of the whole tensor, of which the piece may have only some.
+    `draw` fills these rows of the whole, unsharded tensor; the piece then copies the part that it holds.
     """
     start, stop = piece.offset[0], piece.offset[0] + piece.tensor.size(0)
     for block in range(start // _INIT_ROWS, -(-stop // _INIT_ROWS)):

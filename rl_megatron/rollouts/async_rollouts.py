@@ -151,7 +151,7 @@ class AsyncRollouts:
         self._thread = ThreadPoolExecutor(1, "rewards") if self._ranks.leads else None
 
     def take(self, step: int, prompts: list[list[int]]) -> StepGroups:
-        """Wait for the groups of a step, and return them. The first call starts groups.
+        """Wait for the groups of a step, and return them. Nothing is generated before the first call.
 
         The engine's logprobs are checked on `prompts`.
         """

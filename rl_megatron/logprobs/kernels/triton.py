@@ -252,7 +252,7 @@ def row_stats_kernel(
         column = tl.load(columns + row)
         if column >= 0:
             target_x = tl.load(logits + column).to(tl.float32) * inverse
-        row_max *= inverse  # rounded like x_y, so that their difference is exactly 0 if the target is the likeliest
+        row_max *= inverse  # rounded like target_x, so their difference is exactly 0 if the target is likeliest
     stats += 4 * row
     tl.store(stats, row_max)
     tl.store(stats + 1, s)

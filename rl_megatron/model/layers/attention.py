@@ -326,7 +326,7 @@ class PortableAttention(torch.nn.Module):
         return sequences.pack(outputs)[:, None]
 
     def attends_within_pack(self, query: Tensor, value: Tensor, sequences: PackedSequences) -> bool:
-        """Return whether the flash kernel supports the pack."""
+        """Return whether the flash kernel computes the pack as it is, without dividing it into batches."""
         return (
             (self.cp_group is None or self.cp_group.size() == 1)
             and self.softmax_offset is None

@@ -98,8 +98,8 @@ def _restore_text(rendered: str, begin: int, mark: str, stand_in: _StandIn, text
     if name < 0 or end < 0 or not rendered.endswith(stand_in.beginning, begin, name):
         raise ValueError(
             "the chat template writes calls of tools in different ways within one conversation, so the beginning and "
-            "the end of a turn cannot be found: set data.chat_template to a template that writes the content of turns "
-            "with calls as it is"
+            "the end of a turn cannot be found: set data.chat_template to a template that leaves the content of turns "
+            "with tool calls unchanged"
         )
     start = name - len(stand_in.beginning)
     return rendered[:start] + text + rendered[end:], start + len(text)
