@@ -54,6 +54,9 @@ def check_interpreter(python: str | None, key: str) -> None:
             f"{where} is not a Python interpreter: {error}; set {key} to the bin/python of an environment"
         ) from error
     if len(version) != 2 or done.returncode != 0:
-        raise ConfigError(f"{where} is not a Python interpreter: it prints {done.stdout or done.stderr!r:.80}")
+        raise ConfigError(
+            f"{where} is not a Python interpreter: it prints {done.stdout or done.stderr!r:.80}; set {key} to the "
+            "bin/python of an environment"
+        )
     if version < _OLDEST:
         raise ConfigError(f"{where} is Python {version[0]}.{version[1]}, but 3.11 or newer is needed; name a newer one")

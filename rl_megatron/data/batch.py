@@ -59,8 +59,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             pad_value_dict: The padding value of each key; 0 for keys that it does not name.
 
         Raises:
-            ValueError: `batches` is empty, one batch has keys of different sizes, or batches differ in keys, types,
-                numbers of dimensions, or sizes of dimensions after the second.
+            ValueError: `batches` is empty, the keys of one batch differ in their number of sequences, or batches differ
+                in keys, types, numbers of dimensions, or sizes of dimensions after the second.
         """
         if not batches:
             raise ValueError("from_batches needs at least one batch, got none.")

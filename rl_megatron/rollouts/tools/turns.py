@@ -97,8 +97,8 @@ def _restore_text(rendered: str, begin: int, mark: str, stand_in: _StandIn, text
     end = rendered.find(stand_in.end, name)
     if name < 0 or end < 0 or not rendered.endswith(stand_in.beginning, begin, name):
         raise ValueError(
-            "the chat template writes calls of tools in different ways within one conversation, so the beginning and "
-            "the end of a turn cannot be found: set data.chat_template to a template that leaves the content of turns "
+            "the chat template writes tool calls in different ways within one conversation, so the beginning and the "
+            "end of a turn cannot be found: set data.chat_template to a template that leaves the content of turns "
             "with tool calls unchanged"
         )
     start = name - len(stand_in.beginning)
@@ -128,14 +128,14 @@ def _find_stand_in(template: ChatTemplate, tools: Sequence[Mapping[str, object]]
     refused_list = _find_refusal(template, replace(conversation, messages=marked), (mark, f"{_MARK}3-", *_ANSWERS))
     if refused_list is not None:
         raise ConfigError(
-            f"rollout.tools.functions: the chat template takes no answers of tools, neither after a turn's text "
-            f"({refused}) nor after a list of calls ({refused_list}); set data.chat_template to one that does"
+            "rollout.tools.functions: the chat template cannot render messages of tools after a turn's text "
+            f"({refused}), nor after a list of tool calls ({refused_list}); set data.chat_template to one that can"
         )
     beginning = template.prompt(replace(conversation, messages=messages[:1]))
     turn = template.text(replace(conversation, messages=marked[:2]))
     if not turn.startswith(beginning):
         raise ConfigError(
-            "rollout.tools.functions: the chat template takes no answers of tools after a turn's text, and renders "
+            "rollout.tools.functions: the chat template cannot render messages of tools after a turn's text, and renders "
             "earlier messages differently once a turn follows them; set data.chat_template to another one"
         )
     turn = turn[len(beginning) :]

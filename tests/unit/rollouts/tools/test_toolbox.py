@@ -175,7 +175,7 @@ def test_the_format_comes_from_the_template_or_from_the_configuration():
     assert len(tools.open_box(HostsHere(), template).find_calls(call("weather", city="Rome"))) == 1
     with pytest.raises(ConfigError, match=r"rollout.tools.format=auto needs a chat template, but prompts are"):
         Tools(replace(SETTINGS, format="auto")).choose_parser(None)
-    with pytest.raises(ConfigError, match="the chat template takes no answers of tools"):
+    with pytest.raises(ConfigError, match="the chat template cannot render messages of tools"):
         Tools(SETTINGS).choose_parser(ChatTemplate({"default": "{{ tools }}"}, {}, "the template"))
 
 
