@@ -135,8 +135,8 @@ def _find_stand_in(template: ChatTemplate, tools: Sequence[Mapping[str, object]]
     turn = template.text(replace(conversation, messages=marked[:2]))
     if not turn.startswith(beginning):
         raise ConfigError(
-            "rollout.tools.functions: the chat template cannot render messages of tools after a turn's text, and renders "
-            "earlier messages differently once a turn follows them; set data.chat_template to another one"
+            "rollout.tools.functions: the chat template cannot render messages of tools after a turn's text, and "
+            "renders earlier messages differently once a turn follows them; set data.chat_template to another one"
         )
     turn = turn[len(beginning) :]
     plain = template.text(replace(conversation, messages=messages[:2]))
