@@ -162,5 +162,6 @@ def test_a_template_without_answers_of_tools_is_refused(template, reason):
     if reason is None:
         check_tool_turns(chat, [])
         return
-    with pytest.raises(ConfigError, match=rf"rollout.tools.functions: the chat template cannot render messages of tools.*{reason}"):
+    message = rf"rollout.tools.functions: the chat template cannot render messages of tools.*{reason}"
+    with pytest.raises(ConfigError, match=message):
         check_tool_turns(chat, [])
