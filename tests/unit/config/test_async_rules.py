@@ -31,7 +31,7 @@ REFUSED = {
     ),
     "a loss without a correction": (
         (*ASYNC, "loss=nll"),
-        "loss.name=nll has no key use_importance_sampling_correction.*=off to learn",
+        "loss.name=nll has no key use_importance_sampling_correction.*=off for no correction",
     ),
     "a ratio that is always 1": (
         (*ASYNC, "rollout.importance_correction=engine", "loss.force_on_policy_ratio=true"),
