@@ -53,7 +53,7 @@ def test_a_correct_layout_is_certified(tmp_path, forks):
     ended = forks.run_ranks(tmp_path, "certify", "experiment=quickstart", "parallel.tensor=2", *options, ranks=2)
     assert [rank.status for rank in ended] == [0, 0], ended
     done = ended[0]
-    assert "fused head, overlapped, cpu; compared with one process" in done.out
+    assert "fused head, overlapped, on cpu, compared with one process" in done.out
     assert "This layout gives what one process gives" in done.out and "DIFFERS" not in done.out
     for words in (
         "pretrain, sft",
