@@ -276,7 +276,7 @@ class FullDistillationLossConfig:
         if not 0 <= self.nll_weight < 1:
             raise ValueError(
                 f"nll_weight={self.nll_weight} must lie in [0, 1): it is the weight of the data's −log p, and the "
-                "divergence has the rest; to train without a divergence, use algorithm=sft"
+                "divergence has the rest; to train without a divergence, choose an algorithm with loss.name=nll"
             )
 
 
