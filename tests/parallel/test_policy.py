@@ -247,7 +247,7 @@ def refusals_of_other_inputs(parallel: dict) -> list[str]:
 
 def test_a_loss_function_that_takes_logits_is_refused_on_every_rank(ranks):
     for messages in ranks.run(PIPELINE[0], refusals_of_other_inputs, PIPELINE[1]):
-        assert all("TakesLogits takes LossInputType.LOGIT" in message for message in messages)
+        assert all("TakesLogits has input_type=LossInputType.LOGIT" in message for message in messages)
 
 
 class NaNOnMarkedSequence(LogprobLoss):
