@@ -17,5 +17,5 @@ if __name__ == "__main__":
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if path != here]  # its modules would hide others of the same names
     token = os.environ.get("RL_MEGATRON_SERVER_TOKEN")
-    sys.argv += ["--api-key", token] if token else []
+    sys.argv += [f"--api-key={token}"] if token else []  # one argument, because a token can begin with a dash
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

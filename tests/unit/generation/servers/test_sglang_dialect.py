@@ -89,6 +89,7 @@ def test_the_command_has_the_settings_and_neither_a_tokenizer_nor_weights():
 
 # What SGLang's module is, as far as it matters: its processes are spawned, and so import it again.
 SPAWNS = """
+import argparse
 import json, multiprocessing, os, sys
 
 def report(queue):
@@ -102,11 +103,14 @@ if __name__ == "__main__":
     child = queue.get()
     process.join()
     command = open(f"/proc/{os.getpid()}/cmdline").read()
-    print(json.dumps({"arguments": sys.argv[1:], "child": child, "command": command, "path": sys.path}))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--api-key", default="")
+    key, others = parser.parse_known_args()
+    print(json.dumps({"key": key.api_key, "others": others, "child": child, "command": command, "path": sys.path}))
 """
 
 
-@pytest.mark.parametrize("token", ["the-token-of-the-run", ""])
+@pytest.mark.parametrize("token", ["the-token-of-the-run", "-the-token", ""])
 def test_the_token_is_the_key_of_the_server_and_is_not_in_its_command(tmp_path, token):
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").touch()
@@ -117,8 +121,8 @@ def test_the_token_is_the_key_of_the_server_and_is_not_in_its_command(tmp_path, 
     variables = environment | {"PYTHONPATH": str(tmp_path), TOKEN: token}
     printed = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=True).stdout
     told = json.loads(printed)
-    assert told["arguments"] == [*command[2:], *(["--api-key", token] if token else [])]
-    assert told["child"] == ["__mp_main__", told["arguments"]]
+    assert told["key"] == token and told["others"] == command[2:]
+    assert told["child"] == ["__mp_main__", command[2:] + ([f"--api-key={token}"] if token else [])]
     assert "the-token" not in told["command"]
     assert not any(path.endswith("generation/sglang") for path in told["path"]), "its engine.py would be found"
 
