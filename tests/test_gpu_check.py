@@ -86,7 +86,7 @@ def test_a_part_runs_on_the_cpu_and_reports_every_figure_or_why_not(name, tmp_pa
     status, error = ours.recv()
     process.join()
     found = json.loads((tmp_path / f"{name}.json").read_text())
-    assert status == 0, error or [check for check in found["checks"] if not check["holds"]]
+    assert status == 0, error or found
     if name == "te":
         assert found["skipped"] == "Transformer Engine needs a GPU"
         return
@@ -266,7 +266,7 @@ def test_memory_of_phases_is_the_sum_of_live_tensors_on_the_cpu():
         with counter.phase("save") as save:
             pass
     assert save[0].use().peak_bytes == 4000
-    assert (build[0].before, build[0].after, train[0].after) == (0, 4000, 4000)
+    assert (build[0].start_bytes, build[0].end_bytes, train[0].end_bytes) == (0, 4000, 4000)
     assert train[0].use().peak_bytes == 16000
     assert kept.sum() == 0
 

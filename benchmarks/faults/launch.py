@@ -140,7 +140,7 @@ def _run_in_fork(main: Callable[[], int]) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        threading._shutdown()  # wait for threads, as an interpreter does at its end
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # waits for threads, as an interpreter's end
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -168,8 +168,8 @@ def _packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return the output [S, B, N·D] of the same sequences, one behind the other."""
     length, count = query.shape[:2]
     starts = torch.arange(0, (count + 1) * length, length, device=query.device, dtype=torch.int32)
-    rows = [x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)]
-    return attend_within_pack(*rows, starts, length, None).view(count, length, -1).transpose(0, 1)
+    query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+    return attend_within_pack(query, key, value, starts, length, None).view(count, length, -1).transpose(0, 1)
 
 
 def _decoding(side: str, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Call:

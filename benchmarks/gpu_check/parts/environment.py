@@ -54,7 +54,8 @@ def run(setting: Setting, record: Record) -> None:
         gpu = torch.cuda.get_device_properties(0)
         record.fact("GPU", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, capability {gpu.major}.{gpu.minor}")
         record.fact("number of GPUs", str(torch.cuda.device_count()))
-        record.fact("CUDA", f"{torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # pyright: ignore[reportAttributeAccessIssue]
+        record.fact("CUDA", f"{torch.version.cuda}, NCCL {nccl}")
         driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         record.fact("driver", driver.splitlines()[0] if driver else "unknown")
     record.fact("/dev/shm", f"{psutil.disk_usage('/dev/shm').free / 2**30:.0f} GiB free")

@@ -114,4 +114,4 @@ def _measured(workload: Workload, device: str) -> dict[PhaseName, tuple[int, int
     with DeviceCounter(layout.device) as counter:
         phases = run_phases_on(layout, workload, counter, PHASES)
     dist.destroy_process_group()
-    return {each.name: (each.use().peak_bytes, each.after) for each in phases}
+    return {each.name: (each.use().peak_bytes, each.end_bytes) for each in phases}
