@@ -55,9 +55,7 @@ class TrainingState:
             state["scheduler"] = self.scheduler.state_dict()
         return state
 
-    def build_request(
-        self, stored: Collection[str], weights_only: bool = False, new_head: bool = False
-    ) -> dict[str, Any]:
+    def build_request(self, stored: Collection[str], weights_only: bool, new_head: bool) -> dict[str, Any]:
         """Return the sharded state dict to fill from a checkpoint whose tensors have the names `stored`.
 
         `weights_only` leaves out the optimizer, and `new_head` the model's head.

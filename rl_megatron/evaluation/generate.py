@@ -100,7 +100,7 @@ def run_command(work: Callable[[], None], close: Callable[[], None]) -> int:
 def _complete_prompts(job: CompletionJob) -> None:
     stage = job.stage
     timeout_minutes = stage.train.collective_timeout_minutes
-    layout = start_topology(stage.parallel, device=stage.device, seed=job.seed, timeout_minutes=timeout_minutes)
+    layout = start_topology(stage.parallel, device=stage.device, timeout_minutes=timeout_minutes)
     degrees.validate_model(stage.model, stage.parallel)
     ranks = layout.ranks
     sampling = ranks.all_or_none(lambda: _check_sampling(job))

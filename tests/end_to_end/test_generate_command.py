@@ -69,6 +69,8 @@ def test_a_killed_command_goes_on_behind_the_last_complete_line(home, lines, tmp
     assert "3 of 10 completions exist already" in (tmp_path / "err0.txt").read_text()
     generate(forks, tmp_path, trained_checkpoint(home))
     assert (tmp_path / "out.jsonl").read_bytes() == whole
+    finished = (tmp_path / "err0.txt").read_text()
+    assert "10 of 10 completions exist already" in finished and "tokens/s" not in finished, "no weights are loaded"
 
 
 def test_another_seed_gives_other_completions_in_another_file_only(home, lines, tmp_path, forks):

@@ -120,9 +120,9 @@ def completed(request: Request, ids: list[int], reason: str = "stop") -> Complet
     return Completion(request.request_id, tuple(ids), (-1.0,) * len(ids), spans, reason)
 
 
-def runner_of_completions() -> RolloutRunner:
-    """Return what makes one completion per prompt, in one process."""
-    rules, ranks = RolloutRules(TokenLimits(10**6, 10**6)), Ranks()
+def runner_of_completions(ranks: Ranks = Ranks()) -> RolloutRunner:  # noqa: B008  # it is frozen
+    """Return what makes one completion per prompt; by default in one process."""
+    rules = RolloutRules(TokenLimits(10**6, 10**6))
     return RolloutRunner(completion, rules, Characters(), ranks, 60.0)
 
 

@@ -1,6 +1,7 @@
 """Named sets: which completions they ask an engine for, their metrics, files and changes since the run's start."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ class Guessing:
         self.answer, self.calls = answer, []
 
     def complete(self, requests):
+        if not requests:
+            return []  # as on every rank but the first
         prompts = [list(request.prompt) for request in requests]
         self.calls.append((prompts, requests[0].sampling, requests[0].seed))
         texts = [self.answer(prompt, index) for index, prompt in enumerate(prompts)]
@@ -144,6 +147,18 @@ def test_later_evaluations_are_compared_with_the_start_of_the_run(tmp_path):
     others = EvalSets(harder, "grpo", Characters(), RUNNER, tmp_path)
     third = others.evaluate(4, others.sets, Guessing(lambda p, i: correct(p)))
     assert not any("_change" in name for name in third), "other sampling is not compared"
+
+
+def evaluate_here(directory):
+    runner = runner_of_completions(Ranks.detect())
+    with mock.patch.object(eval_sets, "Scorer", Here):
+        sets = EvalSets(stage_with(SUMS), "grpo", Characters(), runner, directory)
+        return sets.evaluate(0, sets.sets, Guessing(lambda prompt, index: correct(prompt)))
+
+
+def test_every_rank_has_the_metrics_which_rank_0_computes(tmp_path, ranks):
+    first, second = ranks.run(2, evaluate_here, tmp_path)
+    assert first == second and first["sums/avg@4"] == 1
 
 
 def test_the_results_of_every_problem_are_in_a_parquet_file(tmp_path):
