@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_megatron import log
-from rl_megatron.checkpoint.directory import get_size, read_manifest
+from rl_megatron.checkpoint.directory import read_manifest
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.parallel import ParallelConfig
@@ -129,7 +129,7 @@ def race(policy: MegatronPolicy, directory: Path, repetitions: int) -> None:
                 measured[background].append(found)
         quiet.append(step(policy))
     manifest = read_manifest(directory / "step-000001")
-    size = sum(map(get_size, manifest["files"].values()))
+    size = sum(entry["bytes"] for entry in manifest["files"].values())
     table = Table("", "pause s", "of it, end s", "written s", "step s", box=None, padding=(0, 2, 0, 0))
     pauses = {}
     for background, saves in measured.items():

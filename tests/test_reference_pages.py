@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from rl_megatron.compat.nemo_rl import MODULES
-from rl_megatron.config.checkpoint_metadata import MANIFEST
+from rl_megatron.config.checkpoint_metadata import FORMAT, MANIFEST
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
@@ -137,7 +137,7 @@ def test_every_command_is_valid(page, command, tmp_path, monkeypatch):
         (tmp_path / title).write_text(code)
     for checkpoint in (word.removeprefix("init_from=") for word in words if word.startswith("init_from=")):
         Path(checkpoint).mkdir(parents=True)
-        (Path(checkpoint) / MANIFEST).write_text(json.dumps({"model": asdict(ModelConfig())}))
+        (Path(checkpoint) / MANIFEST).write_text(json.dumps({"format": FORMAT, "model": asdict(ModelConfig())}))
     assert load_config([word for word in words[words.index(started) + 1 :] if not word.startswith("--")]).stages
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from rl_megatron import log
-from rl_megatron.config.checkpoint_metadata import MANIFEST, describe_missing_checkpoint
+from rl_megatron.config.checkpoint_metadata import FORMAT, MANIFEST, check_format, describe_missing_checkpoint
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.metrics import METRICS_FILE, SAMPLES
 from rl_megatron.config.model import ModelConfig
@@ -30,7 +30,6 @@ from rl_megatron.config.model_shape import with_derived_sizes
 from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
 
 CONFIG = "config.yaml"  # the effective configuration of the run that wrote the checkpoint
-FORMAT = 2  # older manifests have no "format" and no digests
 REPLACED = ".replaced"  # the suffix of a checkpoint that another one is about to replace
 REPLACING = ".new"  # the suffix of an export that is about to be renamed to its final name
 # The suffixes of directories that a run leaves if it is killed while it saves, exports or deletes.
@@ -83,7 +82,7 @@ def publish(
         name = str(path.relative_to(partial))
         if path.is_file() and name not in entries:
             entries[name] = digest_file(path)
-    content = {"format": FORMAT, **manifest, "files": dict(sorted(entries.items()))}
+    content = {**manifest, "format": FORMAT, "files": dict(sorted(entries.items()))}
     content = json.loads(json.dumps(content))  # as it will be read back: JSON turns keys into strings
     with (partial / MANIFEST).open("w") as file:
         file.write(json.dumps({**content, "sha256": _digest_content(content)}, indent=1))
@@ -178,7 +177,7 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
 
     Raises:
         Damaged: A file is missing or truncated. The message names it.
-        ConfigError: The path is not a checkpoint, or it holds another model.
+        ConfigError: The path is not a checkpoint, has another format, or holds another model.
     """
     if not checkpoint.is_dir():
         existing = ", ".join(path.name for path in find_checkpoints(checkpoint.parent)) or "none"
@@ -187,7 +186,7 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
         raise ConfigError(f"checkpoint {checkpoint} {describe_missing_checkpoint(checkpoint)}")
     manifest = read_manifest_alone(checkpoint)
     for name, entry in manifest["files"].items():
-        path, size = checkpoint / name, get_size(entry)
+        path, size = checkpoint / name, entry["bytes"]
         actual_size = path.stat().st_size if path.is_file() else None
         if actual_size != size:
             state = "is missing" if actual_size is None else f"has {actual_size} bytes instead of {size}"
@@ -219,28 +218,13 @@ def list_adapter_sections(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [manifest["peft"], *manifest.get("frozen_adapters", ())] if "peft" in manifest else []
 
 
-def get_size(entry: dict[str, Any] | int) -> int:
-    """Return the size of a file in bytes, given its manifest entry."""
-    return entry if isinstance(entry, int) else entry["bytes"]
-
-
-SCORE_POSITION = "end of turn"  # the value of `score_position` in manifests of models with a score head
-
-
 def check_head(checkpoint: Path, manifest: dict[str, Any], head: str, weights_only: bool) -> bool:
     """Return True if a model with a score head starts from a language model, so that its head must be initialized.
 
-    Any other difference between the heads is refused. A warning is logged for a reward model that an older version
-    trained, perhaps with its score at another token.
+    Any other difference between the heads is refused.
     """
     saved = manifest.get("head", "lm")
     if saved == head:
-        if head == "score" and manifest.get("score_position") != SCORE_POSITION:
-            log.once(
-                f"checkpoint {checkpoint} does not record at which token its score was trained; some chat templates "
-                "write text (ChatML: a line break) after the token that ends a turn, and older versions trained the "
-                "score at this text, but it is now read at the token that ends the turn; train such a model again"
-            )
         return False
     if (saved, head) == ("lm", "score") and weights_only:
         return True
@@ -256,18 +240,18 @@ def read_manifest_alone(checkpoint: Path) -> dict[str, Any]:
 
     Raises:
         Damaged: The manifest differs from what was written.
+        ConfigError: The checkpoint has another format.
     """
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
-        digested = any(not isinstance(entry, int) for entry in manifest["files"].values())
+        manifest = dict(json.loads((checkpoint / MANIFEST).read_text()))
     except ValueError as error:  # invalid JSON or invalid UTF-8
         raise Damaged.from_cause(checkpoint, f"{MANIFEST} is not valid JSON ({error})") from error
-    except (OSError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, TypeError) as error:
         raise Damaged.from_cause(checkpoint, f"{MANIFEST} is not a manifest ({error!r})") from error
-    if digested or "format" in manifest:
-        content = {key: value for key, value in manifest.items() if key != "sha256"}
-        if manifest.get("sha256") != _digest_content(content):
-            raise Damaged.from_cause(checkpoint, f"{MANIFEST} has changed since it was written (its SHA-256 differs)")
+    check_format(checkpoint / MANIFEST, manifest)
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    if manifest.get("sha256") != _digest_content(content):
+        raise Damaged.from_cause(checkpoint, f"{MANIFEST} has changed since it was written (its SHA-256 differs)")
     return manifest
 
 
@@ -277,25 +261,19 @@ def check_digests(path: Path, manifest: dict[str, Any], rank: int = 0, world_siz
     Raises:
         Damaged: A file has changed since it was written. The message names it.
     """
-    largest_first = sorted(manifest["files"], key=lambda name: (-get_size(manifest["files"][name]), name))
+    largest_first = sorted(manifest["files"], key=lambda name: (-manifest["files"][name]["bytes"], name))
     damage = _find_damage(path, largest_first[rank::world_size], manifest)
     if damage is not None:
         raise Damaged.from_cause(path, damage)
 
 
 def _find_damage(path: Path, names: Iterable[str], manifest: dict[str, Any]) -> str | None:
-    """Return what is wrong with the first damaged file of `names`, or None if no file is damaged.
-
-    Files of old checkpoints have no digests, so they are not read.
-    """
+    """Return what is wrong with the first damaged file of `names`, or None if no file is damaged."""
     for name in names:
-        entry = manifest["files"][name]
-        if isinstance(entry, int):
-            continue
         try:
             actual = digest_file(path / name)
         except OSError as error:
             return f"{name} cannot be read ({error})"
-        if actual != entry:
+        if actual != manifest["files"][name]:
             return f"{name} has changed since it was written (its SHA-256 differs)"
     return None

@@ -131,12 +131,10 @@ def _load_with_adapters(
 
 def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_only: bool, new_head: bool) -> None:
     check_metadata(path)
-    stored = frozenset(dist_checkpointing.load_tensors_metadata(str(path)))
-    state = into.build_request(stored, weights_only, new_head)
+    state = into.build_request(weights_only, new_head)
     requested = [{*state[f"model{index}"]} for index, _ in enumerate(into.model_chunks)]
     partial = weights_only or into.optimizer is None
-    older = "format" not in manifest  # older checkpoints contain the empty "extra states" of a backend's modules
-    strict = StrictHandling.RAISE_UNEXPECTED if partial or older else StrictHandling.RAISE_ALL
+    strict = StrictHandling.RAISE_UNEXPECTED if partial else StrictHandling.RAISE_ALL
     try:
         # The result is a tuple only if `strict` asks for the differing keys.
         loaded: dict[str, Any] = dist_checkpointing.load(  # pyright: ignore[reportAssignmentType]
@@ -153,7 +151,7 @@ def _fill(path: Path, manifest: dict[str, Any], into: TrainingState, weights_onl
     if weights_only:
         into.optimizer.reload_model_params()
         return
-    into.load_optimizer(stored, loaded)
+    into.load_optimizer(loaded)
     random_state = name_random_state(into.model.topology.rank)
     if random_state in manifest["files"] and manifest["layout"] == into.model.topology.describe():
         restore_random_state((path / random_state).read_bytes())

@@ -33,7 +33,6 @@ _TORCH_NAMES = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath"},
 }
-_EMPTY_STATE = "_extra_state"  # the end of the names of objects in old checkpoints, which are never read
 
 
 class _Unpickler(pickle.Unpickler):
@@ -68,7 +67,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
         raise Damaged.from_cause(checkpoint, f".metadata has a {type(metadata).__name__} instead of torch's Metadata")
     for name, entry in metadata.state_dict_metadata.items():
         # torch would unpickle such an object without limits.
-        if isinstance(entry, BytesStorageMetadata) and not name.endswith(_EMPTY_STATE):
+        if isinstance(entry, BytesStorageMetadata):
             raise Damaged.from_cause(checkpoint, f".metadata says that {name} is a pickled object instead of a tensor")
     return metadata
 

@@ -10,7 +10,7 @@ one of the data-parallel ranks, the parameter's owner, holds the parameter's who
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +22,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
-# The prefixes of the states' keys: this module's and megatron-core's. Old checkpoints of the plain optimizer have
-# megatron-core's, and lack "param" if weights are fp32.
-_PREFIXES = {name: (f"optimizer.{name}.", f"optimizer.state.{name}.") for name in ("exp_avg", "exp_avg_sq")}
-_PREFIXES["param"] = ("optimizer.param.", "optimizer.state.fp32_param.")
 
 _Entry = ShardedTensor | ShardedTensorFactory
 
@@ -51,9 +47,10 @@ class _ParameterState:
         """Return whether an earlier tensor- or pipeline-parallel rank holds the same parameter."""
         return any(_replica_id(self.entry)[:-1])
 
-    def place_state(self, data: Tensor, key: str) -> _Entry:
-        """Return a whole state as an entry with this key and the parameter's place in the unsharded model."""
-        changes: dict[str, object] = {"key": key, "data": data}
+    def place_state(self, name: str, data: Tensor) -> _Entry:
+        """Return the whole state `name` as an entry with the parameter's place in the unsharded model."""
+        data = data.view(self.parameter.shape)
+        changes: dict[str, object] = {"key": f"optimizer.{name}.{self.entry.key}", "data": data}
         if isinstance(self.entry, ShardedTensor):
             changes["dtype"] = data.dtype
         if self.group is not None:
@@ -77,39 +74,26 @@ def collect_optimizer_state(optimizer: MegatronOptimizer, models: list[dict[str,
         else:
             whole = _reduce_to_owner(held, held.group)
         if whole is not None:
-            tensors[held.number] = {
-                name: held.place_state(tensor.view(held.parameter.shape), _PREFIXES[name][0] + held.entry.key)
-                for name, tensor in whole.items()
-            }
+            tensors[held.number] = {name: held.place_state(name, tensor) for name, tensor in whole.items()}
     return {"step": get_step_count(optimizer), "tensors": tensors}
 
 
-def request_optimizer_state(
-    optimizer: MegatronOptimizer, models: list[dict[str, _Entry]], stored: Collection[str]
-) -> dict[str, object]:
-    """Return the sharded tensors to fill: the optimizer's own or, if states are split, new ones on the owner's host.
-
-    `stored` are the names of the checkpoint's tensors.
-    """
+def request_optimizer_state(optimizer: MegatronOptimizer, models: list[dict[str, _Entry]]) -> dict[str, object]:
+    """Return the sharded tensors to fill: the optimizer's own or, if states are split, new ones on the owner's host."""
     tensors = {}
     for held in _list_states(optimizer, models):
         if not held.is_owner:
             continue
-        requested = {}
-        for name, key in _find_stored_keys(held.entry.key, stored).items():
-            if held.group is None and held.states is not None:
-                data = held.states[name].view(held.parameter.shape)
-            else:
-                data = torch.empty(held.parameter.shape, dtype=torch.float32, device="cpu")
-            requested[name] = held.place_state(data, key)
-        tensors[held.number] = requested
+        if held.group is None and held.states is not None:
+            whole = held.states
+        else:
+            whole = {name: torch.empty(held.parameter.shape, dtype=torch.float32, device="cpu") for name in _STATES}
+        tensors[held.number] = {name: held.place_state(name, whole[name]) for name in _STATES}
     return {"tensors": tensors}
 
 
 @torch.no_grad()
-def load_optimizer_state(
-    optimizer: MegatronOptimizer, models: list[dict[str, _Entry]], stored: Collection[str], loaded: dict[str, Any]
-) -> None:
+def load_optimizer_state(optimizer: MegatronOptimizer, models: list[dict[str, _Entry]], loaded: dict[str, Any]) -> None:
     """Load moments, fp32 weights and step count into `optimizer`. The model's weights must have been loaded before.
 
     `loaded` is the filled result of `request_optimizer_state`, with the checkpoint's values that are not tensors.
@@ -117,16 +101,12 @@ def load_optimizer_state(
     """
     for held in _list_states(optimizer, models):
         whole: dict[str, Tensor] = loaded["tensors"][held.number] if held.is_owner else {}
-        names = list(_find_stored_keys(held.entry.key, stored))
         if held.group is not None:
-            whole = _broadcast_from_owner(held, held.group, names, whole)
+            whole = _broadcast_from_owner(held, held.group, whole)
         if held.states is not None:
-            for name in names:
+            for name in _STATES:
                 held.states[name].copy_(whole[name].flatten()[held.local].view_as(held.states[name]))
-            if "param" not in names:
-                weights = held.parameter.detach().flatten()[held.local]
-                held.states["param"].copy_(weights.view_as(held.states["param"]))
-    set_step_count(optimizer, _read_step_count(loaded))
+    set_step_count(optimizer, loaded["step"])
 
 
 def allocate_moments(optimizer: MegatronOptimizer) -> None:
@@ -244,16 +224,16 @@ def _reduce_to_owner(held: _ParameterState, group: dist.ProcessGroup) -> dict[st
 
 
 def _broadcast_from_owner(
-    held: _ParameterState, group: dist.ProcessGroup, names: list[str], loaded: dict[str, Tensor]
+    held: _ParameterState, group: dist.ProcessGroup, loaded: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Broadcast `loaded`, the owner's whole states, to the device of every rank. Collective over `group`."""
     device, size = held.parameter.device, held.parameter.numel()
     if held.is_owner:
-        whole = torch.stack([loaded[name].flatten() for name in names]).to(device)
+        whole = torch.stack([loaded[name].flatten() for name in _STATES]).to(device)
     else:
-        whole = torch.empty(len(names), size, device=device)
+        whole = torch.empty(len(_STATES), size, device=device)
     dist.broadcast(whole, dist.get_global_rank(group, held.owner), group=group)
-    return dict(zip(names, whole, strict=True))
+    return dict(zip(_STATES, whole, strict=True))
 
 
 def _replica_id(entry: _Entry) -> tuple[int, ...]:
@@ -261,32 +241,3 @@ def _replica_id(entry: _Entry) -> tuple[int, ...]:
     if not isinstance(entry.replica_id, tuple):
         raise RuntimeError(f"{entry.key} has the replica id {entry.replica_id}; it must be three numbers")
     return entry.replica_id
-
-
-def _find_stored_keys(key: str, stored: Collection[str]) -> dict[str, str]:
-    """Return the checkpoint's key for each state of the parameter `key`.
-
-    A checkpoint of the plain optimizer may lack "param". Moments are always requested, so that a checkpoint
-    without them is refused.
-    """
-    keys = {name: [prefix + key for prefix in _PREFIXES[name]] for name in _STATES}
-    matches = {name: next((key for key in keys[name] if key in stored), None) for name in _STATES}
-    return {name: match or keys[name][0] for name, match in matches.items() if match or name != "param"}
-
-
-def _read_step_count(loaded: dict[str, Any]) -> int:
-    """Return a checkpoint's step count.
-
-    Older checkpoints have the state dicts of megatron-core's optimizers. Each of these has a "common_step" or a step
-    per group, but has neither before the first step.
-    """
-    if "step" in loaded:
-        return loaded["step"]
-    counts = [0]
-    for name, part in loaded.items():
-        if name.startswith("part"):
-            state = part.get("groups", part)
-            state = state.get("optimizer", state)
-            counts += [group.get("step") or 0 for group in state["param_groups"]]
-            counts.append(state.get("state", {}).get("common_step", 0))
-    return int(max(counts))

@@ -37,7 +37,6 @@ from torch import Tensor
 from rl_megatron import __version__, disk
 from rl_megatron.checkpoint.directory import (
     CONFIG,
-    SCORE_POSITION,
     digest_file,
     name_checkpoint,
     name_random_state,
@@ -168,8 +167,6 @@ def begin_checkpoint(
     model, ranks = state.model, state.model.topology.ranks
     manifest: dict[str, object] = {"head": model.head, "vocab_size": model.vocab_size, "precision": model.precision}
     manifest |= {"model": asdict(model.config), "layout": model.topology.describe(), **extra}
-    if model.head == "score":
-        manifest["score_position"] = SCORE_POSITION
     files = {name_random_state(ranks.rank): serialise_random_state()}
     if config is not None and ranks.leads:
         files[CONFIG] = config.encode()

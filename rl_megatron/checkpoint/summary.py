@@ -15,7 +15,6 @@ from rl_megatron.checkpoint.directory import (
     Damaged,
     check_digests,
     find_checkpoints,
-    get_size,
     read_manifest,
 )
 from rl_megatron.checkpoint.metadata import read_metadata
@@ -68,7 +67,7 @@ def describe(path: Path, verify: bool = True) -> dict[str, Any]:
     tensors = list_tensors(path)
     parameters = [tensor for tensor in tensors if tensor.is_parameter]
     states = [tensor for tensor in tensors if not tensor.is_parameter]
-    config = path / CONFIG
+    config, state = path / CONFIG, "verified" if verify else "not read"
     return {
         "path": str(path),
         **{key: value for key, value in manifest.items() if key not in ("files", "sha256")},
@@ -77,20 +76,14 @@ def describe(path: Path, verify: bool = True) -> dict[str, Any]:
         "optimizer_state": sorted({_name_state(tensor.name) for tensor in states}),
         "optimizer_bytes": sum(tensor.num_bytes for tensor in states),
         "tensors": [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype} for t in tensors],
-        "files": {name: _describe_file(entry, verify) for name, entry in manifest["files"].items()},
+        "files": {name: entry | {"state": state} for name, entry in manifest["files"].items()},
         "config": config.read_text() if config.is_file() else None,
     }
 
 
 def _name_state(name: str) -> str:
-    """Return "exp_avg" for "optimizer.exp_avg.decoder…" and for megatron-core's "optimizer.state.exp_avg.decoder…"."""
-    return name.removeprefix(_OPTIMIZER).removeprefix("state.").partition(".")[0]
-
-
-def _describe_file(entry: dict[str, Any] | int, verified: bool) -> dict[str, Any]:
-    digest = None if isinstance(entry, int) else entry["sha256"]
-    state = "no digest" if digest is None else "verified" if verified else "not read"
-    return {"bytes": get_size(entry), "sha256": digest, "state": state}
+    """Return "exp_avg" for "optimizer.exp_avg.decoder…"."""
+    return name.removeprefix(_OPTIMIZER).partition(".")[0]
 
 
 def list_checkpoints(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -120,7 +113,7 @@ def _describe_checkpoints(directory: Path) -> list[dict[str, Any]]:
             continue
         names = filter(is_eval_metric, manifest.get("results", {}).get("measures", {}))
         metrics = {name: value for name in names if (value := read_eval_metric(manifest, name)) is not None}
-        size = sum(map(get_size, manifest["files"].values()))
+        size = sum(entry["bytes"] for entry in manifest["files"].values())
         entries.append({"path": str(path), "step": manifest["step"], "bytes": size, "measures": metrics})
     measured = {name for entry in entries for name in entry.get("measures", ())}
     best_by = {name: find_best_checkpoint(saved, name) for name in measured}

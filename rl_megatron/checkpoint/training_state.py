@@ -55,8 +55,8 @@ class TrainingState:
             state["scheduler"] = self.scheduler.state_dict()
         return state
 
-    def build_request(self, stored: Collection[str], weights_only: bool, new_head: bool) -> dict[str, Any]:
-        """Return the sharded state dict to fill from a checkpoint whose tensors have the names `stored`.
+    def build_request(self, weights_only: bool, new_head: bool) -> dict[str, Any]:
+        """Return the sharded state dict to fill from a checkpoint.
 
         `weights_only` leaves out the optimizer, and `new_head` the model's head.
         """
@@ -66,16 +66,16 @@ class TrainingState:
             kept = {key: entry for key, entry in model.items() if not (new_head and key.startswith(HEAD_PREFIX))}
             state[f"model{index}"] = kept
         if self.optimizer is not None and not weights_only:
-            state["optimizer"] = request_optimizer_state(self.optimizer, models, stored)
+            state["optimizer"] = request_optimizer_state(self.optimizer, models)
         return state
 
-    def load_optimizer(self, stored: Collection[str], loaded: dict[str, Any]) -> None:
+    def load_optimizer(self, loaded: dict[str, Any]) -> None:
         """Load optimizer and schedule from the state dict `loaded`. Weights must have been loaded before. Collective.
 
         `loaded` is the filled result of `build_request`, with the checkpoint's values that are not tensors.
         """
         assert self.optimizer is not None and self.scheduler is not None
-        load_optimizer_state(self.optimizer, self._models(), stored, loaded["optimizer"])
+        load_optimizer_state(self.optimizer, self._models(), loaded["optimizer"])
         self.scheduler.num_steps = 0  # because loading adds the checkpoint's steps to it
         self.scheduler.load_state_dict(loaded["scheduler"])
 

@@ -66,7 +66,7 @@ def _show_checkpoint(console: Console, checkpoint: dict[str, Any], all_tensors: 
 
 
 def _list_facts(checkpoint: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, value) of the manifest's entries. Manifests that are older, or that API users wrote, have fewer."""
+    """Return (name, value) of the manifest's entries. Manifests of checkpoints that API users saved have fewer."""
     stage = f" of stage {checkpoint['stage']}" if "stage" in checkpoint else ""
     size = f"{checkpoint['num_parameters']:,} parameters, {checkpoint['parameter_bytes']:,} bytes"
     states = f"{', '.join(checkpoint['optimizer_state'])}; {checkpoint['optimizer_bytes']:,} bytes"

@@ -6,21 +6,38 @@ This module does not import torch, because a configuration is composed before to
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rl_megatron import __version__
 from rl_megatron.config.commands import format_command, format_override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 
 MANIFEST = "manifest.json"
+FORMAT = 1  # increased when an earlier version cannot read what this one writes, or the reverse
 # Directory with the Hugging Face files except the weights, in an imported checkpoint or in a run that began with one.
 HUGGING_FACE = "hugging_face"
 _LISTED = 6  # checkpoints that a message lists
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer's directory has one of these
+
+
+def check_format(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Check that the manifest `path` has the checkpoint format that this version reads."""
+    saved = manifest.get("format")
+    if saved == FORMAT:
+        return
+    number = "no number of the checkpoint format" if saved is None else f"the checkpoint format {saved}"
+    writer = manifest.get("versions", {}).get("rl_megatron", "unknown")
+    export, import_ = format_command("convert", "export"), format_command("convert", "import")
+    raise ConfigError(
+        f"{path} has {number} (written by rl_megatron {writer}), and rl_megatron {__version__} reads only format "
+        f"{FORMAT}; continue with the version that wrote it, or export the weights with `{export}` of that version "
+        f"and import them with `{import_}` of this one"
+    )
 
 
 ReadModel = Callable[[Path], ModelConfig]  # reads the model section of a directory with a config.json
@@ -42,12 +59,16 @@ def _read_model_section(checkpoint: Path, read: ReadModel | None) -> dict[str, A
     if read is not None and not path.is_file() and (checkpoint / "config.json").is_file():
         return asdict(read(checkpoint))
     try:
-        section = dict(json.loads(path.read_text("utf-8"))["model"])
+        manifest = dict(json.loads(path.read_text("utf-8")))
     except FileNotFoundError as error:
         instead = describe_missing_checkpoint(checkpoint, lambda path: format_override("init_from", path))
         raise ConfigError(f"init_from={checkpoint} {instead}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has no readable model section") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"init_from={checkpoint}: {MANIFEST} cannot be read ({error})") from error
+    check_format(path, manifest)
+    section = manifest.get("model")
+    if not isinstance(section, dict):
+        raise ConfigError(f"init_from={checkpoint}: {MANIFEST} has no model section")
     defaults = asdict(ModelConfig())
     unknown = sorted(section.keys() - defaults.keys())
     if unknown:

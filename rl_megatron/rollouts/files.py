@@ -160,7 +160,6 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str
 
     try:
         names = pyarrow.parquet.read_schema(path).names
-        names.append("data_set")  # files of older versions lack this column
         if missing := [name for name in _build_schema().names if name not in names]:
             raise ConfigError(f"{path} is not a file of rollouts: it has no column {missing[0]}")
         return pyarrow.parquet.read_table(path, columns=columns and list(columns)).to_pylist()

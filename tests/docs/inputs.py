@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config.checkpoint_metadata import MANIFEST
+from rl_megatron.checkpoint.directory import publish
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.run_tokenizer import train_bpe
 from tests.forkserver import REPOSITORY
@@ -88,8 +88,9 @@ def hugging_face_model(directory: Path) -> None:
 
 def checkpoint_without_weights(directory: Path, model: ModelConfig | None = None) -> None:
     """Make what the checks before the first step read of a checkpoint: its manifest, of a run with this model."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / MANIFEST).write_text(json.dumps({"step": 1, "files": {}, "model": asdict(model or ModelConfig())}))
+    partial = directory.with_name(f"{directory.name}.partial")
+    partial.mkdir(parents=True)
+    publish(partial, directory, {"step": 1, "model": asdict(model or ModelConfig())})
 
 
 def write_jsonl(file: Path, records: Iterable[Mapping[str, Any]]) -> None:

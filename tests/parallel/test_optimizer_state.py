@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tarfile
 from dataclasses import replace
@@ -16,31 +17,18 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import load_plain_tensors
 
+from rl_megatron import __version__
 from rl_megatron.checkpoint.optimizer_state import get_step_count, list_parts, request_optimizer_state
 from rl_megatron.checkpoint.training_state import TrainingState, collect_model_state
 from rl_megatron.config.optimizer import OptimizerConfig
-from rl_megatron.losses import NLLLoss
 from rl_megatron.model.build import unwrap
 from rl_megatron.topology.device import start_device
 from rl_megatron.training.megatron_policy import MegatronPolicy
-from tests.parallel.layouts import EXPERTS, MODEL, OPTIMIZER, build_policy, weights, worst_relative_error
-from tests.parallel.test_layouts import random_batch
+from tests.parallel import write_released_checkpoints as released
+from tests.parallel.layouts import EXPERTS, OPTIMIZER, build_policy, weights, worst_relative_error
+from tests.parallel.write_released_checkpoints import train
 
-STATES = ("param", "exp_avg", "exp_avg_sq")
-DATA, SINGLE, EXPERT = (2, {}), (1, {}), (2, {"tensor": 2, "sequence": True, "expert": 2})
-
-# Checkpoints of step 2 that were written before the plain and the distributed optimizer had the same format.
-OLD = Path(__file__).parent / "old_checkpoints"
-TINY = replace(
-    MODEL, num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, qk_norm=False, qkv_bias=False
-)
-TINY_EXPERTS = replace(TINY, num_experts=2, expert_ffn_hidden_size=8)
-OLD_CASES = {
-    "distributed_fp32": (TINY, "fp32", DATA),
-    "distributed_bf16_experts": (TINY_EXPERTS, "bf16", (4, EXPERT[1])),
-    "plain_fp32": (TINY, "fp32", SINGLE),
-    "plain_bf16_experts": (TINY_EXPERTS, "bf16", EXPERT),
-}
+DATA, SINGLE = (2, {}), (1, {})
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -92,10 +80,6 @@ def policy_with(fused: bool, optimizer: OptimizerConfig, **options: Any) -> Mega
     assert policy.optimizer is not None
     assert isinstance(list_parts(policy.optimizer)[0].optimizer, FusedAdam if fused else torch.optim.AdamW)
     return policy
-
-
-def train(policy: MegatronPolicy, seeds: range) -> list[float]:
-    return [policy.train(random_batch(8, 16, seed), NLLLoss(), gbs=8)["grad_norm"] for seed in seeds]
 
 
 def change_adam(directory: str, distributed: bool, saved_by_fused: bool, steps: int) -> tuple[Any, Any]:
@@ -165,56 +149,45 @@ def test_a_checkpoint_loads_into_the_other_optimizer(
     assert error <= (1e-4 if precision == "fp32" else 2e-2), (name, error)
 
 
-def load_old(parallel: dict, options: dict, path: str, again: str) -> tuple[int, dict[str, Any], list[Any]]:
-    """Load an old checkpoint, and save it in today's format.
+def continue_released(name: str, distributed: bool, path: str, again: str) -> tuple[int, list[dict], list[Any]]:
+    """Load a checkpoint of a release, and save it with this version.
 
     Returns:
-        The step count, the tensors of the new checkpoint, and the norms and weights of two more steps from both.
+        The step count, the tensors of both checkpoints, and the norms and weights of two more steps from both.
     """
-    policy = build_policy(parallel, seed=99, **options)
-    policy.load_checkpoint(path)
-    optimizer = policy.optimizer
-    assert optimizer is not None
-    step, resaved = get_step_count(optimizer), policy.save_checkpoint(again, 2)
-    return (
-        step,
-        read_tensors(str(resaved)),
-        [
-            (train(policy, range(2, 4)), weights(policy)),
-            load_and_train(parallel, str(resaved), options),
-        ],
-    )
+    results, tensors, step = [], [], 0
+    for checkpoint in (path, again):
+        policy = released.build(name, distributed, seed=99)
+        policy.load_checkpoint(checkpoint)
+        tensors.append(read_tensors(checkpoint))
+        if checkpoint == path:
+            assert policy.optimizer is not None
+            step = get_step_count(policy.optimizer)
+            policy.save_checkpoint(str(Path(again).parent), 2)
+        results.append((train(policy, range(2, 4)), weights(policy)))
+    return step, tensors, results
 
 
-@pytest.mark.parametrize("name", OLD_CASES)
+@pytest.mark.parametrize("archive", sorted(released.RELEASED.glob("*.tar.xz")), ids=lambda path: path.name[:-7])
 @pytest.mark.parametrize("distributed", [True, False], ids=["into distributed", "into plain"])
-def test_an_old_checkpoint_loads_and_continues_bitwise(ranks, tmp_path, name, distributed):
-    with tarfile.open(OLD / f"{name}.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    model, precision, (world_size, parallel) = OLD_CASES[name]
-    options = {"model": model, "precision": precision, "optimizer": replace(OPTIMIZER, distributed=distributed)}
-    old = str(tmp_path / "step-000002")
-    answers = ranks.run(world_size, load_old, parallel, options, old, str(tmp_path / "again"))
-    stored = ranks.run(1, read_alone, old)[0]
-    assert len(stored) > 20
-    step, today, (first, second) = answers[0]
-    assert step == 2
-    for key, value in stored.items():
-        if key.startswith("optimizer."):
-            state, _, parameter = key.removeprefix("optimizer.").removeprefix("state.").partition(".")
-            assert torch.equal(today[f"optimizer.{state.replace('fp32_', '')}.{parameter}"], value), key
-        else:
-            assert torch.equal(today[key], value), key
-            if precision == "fp32":
-                assert torch.equal(today[f"optimizer.param.{key}"], value), key
+def test_a_checkpoint_of_a_release_loads_and_continues(ranks, tmp_path, archive, distributed):
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    name, paths = archive.name[:-7].partition("_")[2], [str(tmp_path / f"{part}step-000002") for part in ("", "again/")]
+    answers = ranks.run(released.WORLD_SIZE, continue_released, name, distributed, *paths)
+    step, (stored, resaved), (first, second) = answers[0]
+    assert step == 2 and len(stored) > 20
+    assert stored.keys() == resaved.keys() and all(torch.equal(resaved[key], value) for key, value in stored.items())
+    tolerance = 2e-2 if name.startswith("bf16") else 1e-5
+    assert first[0] == pytest.approx(json.loads((tmp_path / released.CONTINUED).read_text()), rel=tolerance)
     assert first[0] == second[0]
     assert first[1].keys() == second[1].keys() and all(torch.equal(w, second[1][k]) for k, w in first[1].items())
 
 
-def read_alone(path: str) -> dict[str, torch.Tensor]:
-    """Return the whole tensors of a checkpoint, read by megatron-core alone."""
-    build_policy({}, model=TINY)  # reading needs the process groups
-    return read_tensors(path)
+def test_this_version_has_written_its_checkpoints():
+    assert {path.name for path in released.RELEASED.iterdir()} >= {
+        f"{__version__}_{name}.tar.xz" for name in released.CASES
+    }
 
 
 def read_tensors(path: str) -> dict[str, torch.Tensor]:
@@ -228,8 +201,7 @@ def held_numbers(parallel: dict, options: dict) -> tuple[int, int, int]:
     assert optimizer is not None
     saved = TrainingState(policy.model, optimizer, policy.scheduler).build_sharded()["optimizer"]["tensors"]
     models = [collect_model_state(model)]
-    names = {f"optimizer.{state}.{entry.key}" for state in STATES for entry in models[0].values()}
-    requested = request_optimizer_state(optimizer, models, names)["tensors"]
+    requested = request_optimizer_state(optimizer, models)["tensors"]
     held = [sum(e.data.numel() for states in tree.values() for e in states.values()) for tree in (saved, requested)]
     assert dist.is_initialized()
     return held[0], held[1], sum(math.prod(p.shape) for p in model.parameters())

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 
 import pytest
 
+from rl_megatron import __version__
 from rl_megatron.checkpoint.directory import (
     REPLACED,
     Damaged,
     check_digests,
-    check_head,
     find_checkpoints,
     publish,
     put_back,
     read_manifest,
 )
-from rl_megatron.config.checkpoint_metadata import MANIFEST
+from rl_megatron.config.checkpoint_metadata import FORMAT, MANIFEST
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from tests.synced_files import note_syncs
@@ -26,15 +25,17 @@ MODEL = ModelConfig(num_layers=3)
 
 
 def saved_as(tmp_path, model: dict):
-    (tmp_path / MANIFEST).write_text(json.dumps({"step": 1, "model": model, "files": {}}))
-    return tmp_path
+    (tmp_path / "partial").mkdir()
+    publish(tmp_path / "partial", tmp_path / "saved", {"step": 1, "model": model})
+    return tmp_path / "saved"
 
 
 def test_keys_that_are_newer_than_the_checkpoint_have_their_defaults(tmp_path):
     old = {key: value for key, value in asdict(MODEL).items() if "expert" not in key and key != "sliding_window"}
-    assert read_manifest(saved_as(tmp_path, old), MODEL)["step"] == 1
+    path = saved_as(tmp_path, old)
+    assert read_manifest(path, MODEL)["step"] == 1
     with pytest.raises(ConfigError, match="model.sliding_window: checkpoint None, run 8"):
-        read_manifest(tmp_path, replace(MODEL, sliding_window=8))
+        read_manifest(path, replace(MODEL, sliding_window=8))
 
 
 @pytest.mark.parametrize("saved_size", [None, MODEL.hidden_size // MODEL.num_attention_heads])
@@ -60,16 +61,6 @@ def published(directory, **manifest):
     (partial / "weights").write_bytes(bytes(range(256)))
     publish(partial, final, {"step": 1, "model": asdict(MODEL), **manifest})
     return final
-
-
-def test_a_score_that_may_have_been_trained_at_another_token_is_said_once(tmp_path, logged):
-    for head, manifest in (("lm", {}), ("score", {"head": "score", "score_position": "end of turn"})):
-        assert check_head(tmp_path, manifest, head, weights_only=True) is False
-    assert not logged
-    for _ in range(2):
-        assert check_head(tmp_path, {"head": "score"}, "score", weights_only=True) is False
-    (message,) = logged
-    assert "does not record at which token its score was trained" in message and str(tmp_path) in message
 
 
 def test_one_changed_byte_is_damage(tmp_path):
@@ -112,25 +103,25 @@ def test_files_and_directory_are_on_disk_before_the_checkpoint_has_its_name(tmp_
 
 
 def test_readers_share_the_files_and_together_read_all(tmp_path):
-    path = published(tmp_path)
-    manifest = read_manifest(path)
-    manifest["files"] |= {f"part{index}": {"bytes": 1, "sha256": ""} for index in range(5)}
-    missing = set()
-    for rank in range(3):
-        for name in list(manifest["files"]):
-            one = {**manifest, "files": {**manifest["files"]}}
-            one["files"] = {n: (e if n == name else 1) for n, e in one["files"].items()}
+    (tmp_path / "partial").mkdir()
+    for index in range(6):
+        (tmp_path / "partial" / f"part{index}").write_bytes(bytes(index))
+    path = tmp_path / "step-000001"
+    publish(tmp_path / "partial", path, {"step": 1})
+    files = read_manifest(path)["files"]
+    for changed in files:
+        manifest, finders = {"files": {**files, changed: {**files[changed], "sha256": ""}}}, []
+        for rank in range(3):
             try:
-                check_digests(path, one, rank, 3)
+                check_digests(path, manifest, rank, 3)
             except Damaged:
-                assert name not in missing, "read twice"
-                missing.add(name)
-    assert missing == {f"part{index}" for index in range(5)}
+                finders.append(rank)
+        assert len(finders) == 1, (changed, finders)
 
 
 @pytest.mark.parametrize(
     ("was", "became"),
-    [('"step": 1', '"step": 2'), ('"num_layers": 3', '"num_layers": 4'), ('"format"', '"formax"'), ("{", "[")],
+    [('"step": 1', '"step": 2'), ('"num_layers": 3', '"num_layers": 4'), ("{", "[")],
 )
 def test_a_changed_manifest_is_damage(tmp_path, was, became):
     path = published(tmp_path)
@@ -141,14 +132,25 @@ def test_a_changed_manifest_is_damage(tmp_path, was, became):
         read_manifest(path)
 
 
-def test_checkpoints_from_before_digests_are_read(tmp_path):
-    path = saved_as(tmp_path, asdict(MODEL))
-    (path / "weights").write_text("12345")
-    (path / MANIFEST).write_text(json.dumps({"step": 1, "model": asdict(MODEL), "files": {"weights": 5}}))
-    check_digests(path, read_manifest(path, MODEL))
-    (path / "weights").write_text("1234")
-    with pytest.raises(Damaged, match="weights has 4 bytes instead of 5"):
+@pytest.mark.parametrize(
+    ("was", "became", "named"),
+    [
+        (f'"format": {FORMAT}', '"format": 99', "has the checkpoint format 99 (written by rl_megatron 7.8.9)"),
+        (f' "format": {FORMAT},\n', "", "has no number of the checkpoint format (written by rl_megatron 7.8.9)"),
+    ],
+)
+def test_another_format_is_refused_before_anything_else_is_compared(tmp_path, was, became, named):
+    path = published(tmp_path, versions={"rl_megatron": "7.8.9"})
+    assert read_manifest(path)["format"] == FORMAT
+    text = (path / MANIFEST).read_text()
+    assert text.count(was) == 1
+    (path / MANIFEST).write_text(text.replace(was, became))
+    (path / "weights").unlink()
+    with pytest.raises(ConfigError) as error:
         read_manifest(path)
+    message = str(error.value)
+    assert f"{path / MANIFEST} {named}, and rl_megatron {__version__} reads only format {FORMAT}; " in message
+    assert "`rl-megatron convert export` of that version" in message and not isinstance(error.value, Damaged)
 
 
 def test_the_digest_is_of_the_manifest_as_json_reads_it(tmp_path):

@@ -35,7 +35,7 @@ def write(directory, value):
 
 
 def test_metadata_of_tensors_is_read(tmp_path):
-    entries = {"a": tensor(torch.float32), "b": tensor(torch.bfloat16), "layer._extra_state": BytesStorageMetadata()}
+    entries = {"a": tensor(torch.float32), "b": tensor(torch.bfloat16)}
     write(tmp_path, Metadata(entries))
     check_metadata(tmp_path)
     assert set(read_metadata(tmp_path).state_dict_metadata) == set(entries)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_megatron.checkpoint.directory import publish
 from rl_megatron.cli.early_checks import check_early
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config, to_yaml
@@ -56,8 +57,9 @@ def test_several_ranks_leave_the_import_of_reward_functions_to_the_preflight(tmp
 def test_commands_that_do_not_train_may_differ_from_the_run_in_output_dir(tmp_path):
     """For certify and show-batch, the settings of a run that exists are no rule; `train` checks them besides."""
     given = ["data=arithmetic", f"output_dir={tmp_path}"]
-    (tmp_path / "checkpoints" / "sft" / "step-000001").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "sft" / "step-000001" / "manifest.json").write_text("{}")
+    (tmp_path / "partial").mkdir()
+    (tmp_path / "checkpoints" / "sft").mkdir(parents=True)
+    publish(tmp_path / "partial", tmp_path / "checkpoints" / "sft" / "step-000001", {"step": 1})
     (tmp_path / "config.yaml").write_text(to_yaml(load_config(given)))
     other = load_config([*given, "train.seed=7"])
     check_early(other)

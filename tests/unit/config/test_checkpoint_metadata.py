@@ -12,7 +12,12 @@ import yaml
 
 from rl_megatron.checkpoint.directory import read_manifest
 from rl_megatron.cli.convert import export_checkpoint
-from rl_megatron.config.checkpoint_metadata import find_hugging_face_files, find_imported_tokenizer, find_run_tokenizer
+from rl_megatron.config.checkpoint_metadata import (
+    FORMAT,
+    find_hugging_face_files,
+    find_imported_tokenizer,
+    find_run_tokenizer,
+)
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.compose import config_directory
 from rl_megatron.config.loading.load import load_config, to_yaml
@@ -32,7 +37,7 @@ MODEL = ModelConfig(
 
 def checkpoint(directory, model: dict | None = None, *files: str):
     directory.mkdir(parents=True)
-    (directory / "manifest.json").write_text(json.dumps({"step": 0, "model": model or asdict(MODEL)}))
+    (directory / "manifest.json").write_text(json.dumps({"format": FORMAT, "model": model or asdict(MODEL)}))
     for file in files:
         (directory / file).parent.mkdir(parents=True, exist_ok=True)
         (directory / file).write_text("{}")
@@ -67,10 +72,13 @@ def test_keys_that_were_added_later_have_their_default(tmp_path):
     ("content", "message"),
     [
         (None, "has no manifest.json"),
-        ("{", "has no readable model section"),
-        ('{"step": 1}', "has no readable model section"),
-        ('{"model": {"num_layers": -1}}', "model.num_layers=-1"),
-        ('{"model": {"num_layrs": 1}}', "has the unknown key model.num_layrs"),
+        ("{", "manifest.json cannot be read"),
+        ("3", "manifest.json cannot be read"),
+        ('{"format": 1, "step": 1}', "has no model section"),
+        ('{"format": 1, "model": {"num_layers": -1}}', "model.num_layers=-1"),
+        ('{"format": 1, "model": {"num_layrs": 1}}', "has the unknown key model.num_layrs"),
+        ('{"model": {}}', "manifest.json has no number of the checkpoint format"),
+        ('{"format": 99, "model": {}}', "manifest.json has the checkpoint format 99"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_read(tmp_path, content, message):

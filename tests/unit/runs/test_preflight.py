@@ -1,6 +1,5 @@
 """Errors before the first step: losses that do not suit an algorithm, damaged checkpoints, batches that do not fit."""
 
-import json
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.rollout import needs_reference
+from rl_megatron.checkpoint.directory import publish
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.generation.engines import check_engine
@@ -130,11 +130,10 @@ def test_a_loss_without_a_name(algorithm):
 
 def save(directory, step, model, **manifest):
     """A checkpoint with one file."""
-    path = directory / f"step-{step:06d}"
-    path.mkdir(parents=True)
-    (path / "weights").write_text("1234")
-    content = {"step": step, "model": asdict(model), "files": {"weights": 4}, **manifest}
-    (path / "manifest.json").write_text(json.dumps(content))
+    path, partial = directory / f"step-{step:06d}", directory / "partial"
+    partial.mkdir(parents=True)
+    (partial / "weights").write_text("1234")
+    publish(partial, path, {"step": step, "model": asdict(model), **manifest})
     return path
 
 

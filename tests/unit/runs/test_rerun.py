@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from rl_megatron.api.settings import run_config
+from rl_megatron.checkpoint.directory import publish
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config, to_yaml
 from rl_megatron.runs.rerun import (
@@ -24,11 +25,11 @@ BASE = ("experiment=quickstart", "stages.sft.train.steps=8")
 
 
 def saved(directory, step, yaml_text=None, **manifest):
-    path = directory / f"step-{step:06d}"
-    path.mkdir(parents=True)
-    (path / "manifest.json").write_text(json.dumps({"step": step, "files": {}, **manifest}))
+    path, partial = directory / f"step-{step:06d}", directory / "partial"
+    partial.mkdir(parents=True)
     if yaml_text is not None:
-        (path / "config.yaml").write_text(yaml_text)
+        (partial / "config.yaml").write_text(yaml_text)
+    publish(partial, path, {"step": step, **manifest})
     return path
 
 
