@@ -1,4 +1,7 @@
-"""Package metadata. The version is in rl_megatron/__init__.py, and settings of tools are in pyproject.toml."""
+"""What of the package's metadata is computed or commented: version, packages and dependencies.
+
+The version is in rl_megatron/__init__.py. pyproject.toml has the other metadata, and the settings of tools.
+"""
 
 import re
 from pathlib import Path
@@ -6,7 +9,6 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
-README = HERE / "README.md"
 VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "rl_megatron" / "__init__.py").read_text(), re.MULTILINE)[1]
 
 # The documentation site (mkdocs.yml). The lower bounds are the oldest releases that it was built with.
@@ -36,17 +38,18 @@ PROMETHEUS = ["prometheus-client>=0.20"]
 VERIFIERS = ["verifiers>=0.3.1,<0.5"]
 OPENENV = ["openenv-core>=0.3,<0.4"]
 
+# The repository's configs/ is the package rl_megatron.configs.
+CONFIGS = {
+    ".".join(("rl_megatron", *path.relative_to(HERE).parts)): path.relative_to(HERE).as_posix()
+    for path in (HERE / "configs", *(HERE / "configs").rglob("*/"))
+    if any(path.glob("*.yaml")) or path.name == "configs"
+}
+
 setup(
-    name="rl_megatron",
     version=VERSION,
-    description="Train language models on megatron-core, from pretraining to reinforcement learning",
-    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    packages=[*find_packages(include=["rl_megatron", "rl_megatron.*"]), "rl_megatron.configs"],
-    package_dir={"rl_megatron.configs": "configs"},  # the package contains the repository's configs/
-    package_data={"rl_megatron": ["py.typed", "*.pyi"], "rl_megatron.configs": ["**/*.yaml"]},
-    python_requires=">=3.11",
+    packages=[*find_packages(include=["rl_megatron", "rl_megatron.*"]), *CONFIGS],
+    package_dir=CONFIGS,
+    package_data={"rl_megatron": ["py.typed", "*.pyi"]} | {package: ["*.yaml"] for package in CONFIGS},
     # The lower bounds are the oldest releases with which the unit, contract and parallel tests were run, all together.
     # constraints.txt pins the newest releases that were tried.
     install_requires=[
@@ -124,16 +127,4 @@ setup(
             "trl>=1.16,<1.17",
         ],
     },
-    entry_points={
-        "console_scripts": ["rl-megatron = rl_megatron.cli:main"],
-        # vLLM's processes load it, in an environment where scripts/install_vllm.sh has installed this package.
-        "vllm.general_plugins": ["rl_megatron = rl_megatron.weight_sync.vllm_plugin:register"],
-    },
-    classifiers=[
-        "Intended Audience :: Science/Research",
-        "Operating System :: POSIX :: Linux",
-        "Programming Language :: Python :: 3.11",
-        "Programming Language :: Python :: 3.12",
-        "Topic :: Scientific/Engineering :: Artificial Intelligence",
-    ],
 )

@@ -5,15 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
+from email import message_from_string
 from pathlib import Path
 
 import pytest
 
+from rl_megatron import __version__
+
 pytestmark = pytest.mark.change
 REPO = Path(__file__).resolve().parents[2]
-NOT_SOURCES = shutil.ignore_patterns(".*", "build", "dist", "outputs", "__pycache__", "*.egg-info")
 SHORT = """stages.pretrain.train.steps=2 stages.sft.train.steps=1 stages.grpo.train.steps=1 data.num_documents=500
     data.num_eval_examples=4 stages.grpo.algorithm.prompts_per_step=4 stages.grpo.train.global_batch_size=32"""
 
@@ -25,13 +28,33 @@ def run(*command, cwd):
     return finished.stdout
 
 
+def list_sources():
+    """Return the paths of the repository's files, without what git ignores."""
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=REPO)
+    return {name for name in listed.splitlines() if (REPO / name).is_file()}
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Build the wheel from a copy of the tree, without the files of earlier builds, and return its path."""
+def sdist(tmp_path_factory):
+    """Build the source distribution from a copy of the tree, without the files of earlier builds, and unpack it."""
+    directory = tmp_path_factory.mktemp("sdist")
+    for name in list_sources():
+        (directory / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPO / name, directory / "tree" / name)
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(directory)!r})"
+    run(sys.executable, "-c", build, cwd=directory / "tree")
+    (built,) = directory.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        archive.extractall(directory, filter="data")
+    return directory / built.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    """Build the wheel from the source distribution, and return its path."""
     directory = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(REPO, directory / "tree", ignore=NOT_SOURCES)
     offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
-    run(sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", directory, directory / "tree", cwd=directory)
+    run(sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", directory, sdist, cwd=directory)
     (built,) = directory.glob("*.whl")
     return built
 
@@ -52,6 +75,26 @@ def installed(wheel, tmp_path_factory):
     dependencies = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (packages / "dependencies.pth").write_text("".join(f"{path}\n" for path in dependencies))
     return python.parent
+
+
+def test_the_source_distribution_holds_every_file_of_the_repository(sdist):
+    held = {path.relative_to(sdist).as_posix() for path in sdist.rglob("*") if path.is_file()}
+    assert sdist.name == f"rl_megatron-{__version__}"
+    assert list_sources() - held == set()
+    assert {name for name in held - list_sources() if ".egg-info/" not in name} == {"PKG-INFO", "setup.cfg"}
+
+
+def test_the_metadata_are_those_of_pyproject_and_of_setup(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        text = archive.read(f"rl_megatron-{__version__}.dist-info/METADATA").decode()
+        commands = archive.read(f"rl_megatron-{__version__}.dist-info/entry_points.txt").decode()
+    metadata = message_from_string(text)
+    assert metadata["Requires-Python"] == ">=3.11" and metadata["License-Expression"] == "Apache-2.0"
+    requirements = metadata.get_all("Requires-Dist", [])
+    assert "megatron-core<0.20,>=0.16.1" in requirements and 'trl<1.17,>=1.16; extra == "dev"' in requirements
+    assert not [name for name in requirements if name.startswith(("build", "twine"))]
+    assert metadata.get_payload().startswith("# rl_megatron")
+    assert "rl-megatron = rl_megatron.cli:main" in commands and "[vllm.general_plugins]" in commands
 
 
 def test_the_wheel_holds_only_the_package_and_every_configuration(wheel):
