@@ -81,6 +81,19 @@ TYPES = {
     "algorithm.critic_optimizer": "mapping with the keys of [`optimizer`](#optimizer)",
 }
 
+# Keys that a new version may change without a deprecation (docs/versions.md). A key that ends in "." stands for its
+# section.
+MAY_CHANGE = (
+    "generation.cuda_graphs",
+    "generation.gate_limit",
+    "generation.gate_prompts",
+    "generation.refit_bucket_mb",
+    "generation.sglang.",
+    "generation.vllm.",
+    "model.cudnn_attention",
+    "rollout.agent.",
+)
+
 _HEAD = """\
 <!-- Written by `python docs/generate_configuration.py`, from rl_megatron/config and the comments there. -->
 # Configuration
@@ -91,6 +104,9 @@ of an experiment. `rl-megatron train … --print-config` prints the values that 
 The default is the value that `rl-megatron train` uses if nothing else is chosen. A preset or an experiment can set
 another value. "required" marks a key without a default. Unknown keys, wrong types and values out of range are refused
 before the run starts.
+
+A new version may change a key that is marked "May change" ([versions](../versions.md#what-may-change)). Other keys
+change only after a deprecation.
 """
 
 _STAGES = """\
@@ -327,7 +343,14 @@ def _table(section: str, declared: Iterable[Key], values: dict[str, Any], anchor
         anchor = f'<a id="{path}"></a>' if anchors and not path.startswith("algorithm.") else ""
         meaning = f"See `{before[key.meaning]}`." if key.meaning in before else sentence(key.meaning, key.type)
         before.setdefault(key.meaning, path)
+        if may_change(path):
+            meaning += " *May change.*"
         yield f"| {anchor}`{path}` | {TYPES.get(path, key.type)} | {_cell(shown)} | {_cell(meaning)} |"
+
+
+def may_change(path: str) -> bool:
+    """Return whether a new version may change the key `path` without a deprecation."""
+    return any(path == key or (key.endswith(".") and path.startswith(key)) for key in MAY_CHANGE)
 
 
 def summary(declared: Any) -> str:
