@@ -42,7 +42,7 @@ OPENENV = ["openenv-core>=0.3,<0.4"]
 CONFIGS = {
     ".".join(("rl_megatron", *path.relative_to(HERE).parts)): path.relative_to(HERE).as_posix()
     for path in (HERE / "configs", *(HERE / "configs").rglob("*/"))
-    if any(path.glob("*.yaml")) or path.name == "configs"
+    if any(path.glob("*.yaml"))
 }
 
 setup(

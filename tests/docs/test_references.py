@@ -48,6 +48,16 @@ def test_the_page_on_metrics_is_up_to_date(fresh):
     assert generate_metrics.PAGE.read_text() == written, "run `python docs/generate_metrics.py`"
 
 
+def test_every_key_that_may_change_is_marked_and_no_other():
+    table = rows(generate_configuration.PAGE.read_text())
+    marked = {path for path, cells in table.items() if cells[-1].rstrip().endswith("*May change.*")}
+    for key in generate_configuration.MAY_CHANGE:
+        keys = {path for path in table if (path.startswith(key) if key.endswith(".") else path == key)}
+        assert keys and keys <= marked, key
+        marked -= keys
+    assert not marked
+
+
 def configuration_keys():
     """Return every key path that a configuration can have."""
     paths = {*schema_paths(schema.RunConfig), *schema_paths(schema.StageConfig)} - SECTION_NAMES

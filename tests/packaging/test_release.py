@@ -46,16 +46,8 @@ def test_every_python_of_the_classifiers_runs_each_night():
 
 @pytest.mark.nightly
 def test_a_release_is_built_checked_and_trains_from_its_wheel(tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = ["bash", REPO / "scripts" / "release.sh", tmp_path / "made"]
-    finished = subprocess.run(
-        command,
-        env=environment | {"PYTHON": sys.executable},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
+    command, variables = ["bash", REPO / "scripts" / "release.sh", tmp_path / "made"], {"PYTHON": sys.executable}
+    finished = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=1500)
     assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
     files = [f"rl_megatron-{__version__}-py3-none-any.whl", f"rl_megatron-{__version__}.tar.gz"]
     assert sorted(path.name for path in (tmp_path / "made").iterdir()) == files
