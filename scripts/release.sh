@@ -46,7 +46,7 @@ cd "$scratch/run"
   echo "error: the training with the wheel failed" >&2
   exit 1
 }
-echo "$("$VENV/bin/rl-megatron" --version), Python $(version_of "$VENV/bin/python"), trained with the wheel:"
+echo "rl-megatron $("$VENV/bin/rl-megatron" --version), Python $(version_of "$VENV/bin/python"), trained with the wheel:"
 "$VENV/bin/rl-megatron" inspect outputs/quickstart
 
 mkdir -p "$target"
