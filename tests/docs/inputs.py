@@ -88,8 +88,8 @@ def hugging_face_model(directory: Path) -> None:
 
 def checkpoint_without_weights(directory: Path, model: ModelConfig | None = None) -> None:
     """Make what the checks before the first step read of a checkpoint: its manifest, of a run with this model."""
-    partial = directory.with_name(f"{directory.name}.partial")
-    partial.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    partial = directory.rename(directory.with_name(f"{directory.name}.partial"))  # it may have a tokenizer
     publish(partial, directory, {"step": 1, "model": asdict(model or ModelConfig())})
 
 
