@@ -6,12 +6,14 @@ import json
 import runpy
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rl_megatron.checkpoint.directory import publish
+from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.run_tokenizer import train_bpe
 from tests.forkserver import REPOSITORY
@@ -88,9 +90,12 @@ def hugging_face_model(directory: Path) -> None:
 
 def checkpoint_without_weights(directory: Path, model: ModelConfig | None = None) -> None:
     """Make what the checks before the first step read of a checkpoint: its manifest, of a run with this model."""
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = directory.rename(directory.with_name(f"{directory.name}.partial"))  # it may have a tokenizer
-    publish(partial, directory, {"step": 1, "model": asdict(model or ModelConfig())})
+    directory.mkdir(parents=True, exist_ok=True)  # it may have a tokenizer already, which stays
+    with tempfile.TemporaryDirectory() as scratch:
+        partial, whole = Path(scratch) / "partial", Path(scratch) / "whole"
+        partial.mkdir()
+        publish(partial, whole, {"step": 1, "model": asdict(model or ModelConfig())})
+        shutil.copy(whole / MANIFEST, directory)
 
 
 def write_jsonl(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
