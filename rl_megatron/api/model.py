@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.hub import explain_download
 from rl_megatron.log import LOGGER
 from rl_megatron.model.families import read_model
 
@@ -46,7 +47,7 @@ class StartingModel:
             what = "has neither" if source.exists() else "does not exist; it should be a directory with"
             raise ConfigError(
                 f"model={os.fspath(model)!r} {what} {MANIFEST} (a checkpoint) {'nor' if source.exists() else 'or'} "
-                "config.json (a Hugging Face directory); nothing is downloaded"
+                f"config.json (a Hugging Face directory); nothing is downloaded{explain_download(source)}"
             )
         imported = _choose_import_path(output_dir)
         if imported.is_dir():

@@ -24,6 +24,7 @@ from pydantic import TypeAdapter, ValidationError
 from rl_megatron import log
 from rl_megatron.config.checkpoint_metadata import FORMAT, MANIFEST, check_format, describe_missing_checkpoint
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.hub import explain_download
 from rl_megatron.config.metrics import METRICS_FILE, SAMPLES
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import with_derived_sizes
@@ -181,7 +182,9 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
     """
     if not checkpoint.is_dir():
         existing = ", ".join(path.name for path in find_checkpoints(checkpoint.parent)) or "none"
-        raise ConfigError(f"checkpoint {checkpoint} does not exist; existing checkpoints: {existing}")
+        raise ConfigError(
+            f"checkpoint {checkpoint} does not exist; existing checkpoints: {existing}{explain_download(checkpoint)}"
+        )
     if not (checkpoint / MANIFEST).is_file():
         raise ConfigError(f"checkpoint {checkpoint} {describe_missing_checkpoint(checkpoint)}")
     manifest = read_manifest_alone(checkpoint)

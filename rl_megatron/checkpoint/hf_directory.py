@@ -13,6 +13,7 @@ from typing import Any
 
 from rl_megatron.checkpoint.directory import check_head, list_adapter_sections, read_manifest
 from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.hub import explain_download
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.peft import DEFAULT_ADAPTER, TRAINER_DIRECTORY, plain_name
 from rl_megatron.model.families import read_model
@@ -164,7 +165,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"{path} is missing; give a Hugging Face directory") from error
+        download = explain_download(path.parent)
+        raise ConfigError(f"{path} is missing; give a Hugging Face directory{download}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):

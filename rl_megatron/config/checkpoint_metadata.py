@@ -15,6 +15,7 @@ from typing import Any
 from rl_megatron import __version__
 from rl_megatron.config.commands import format_command, format_override
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.hub import explain_download
 from rl_megatron.config.model import ModelConfig
 
 MANIFEST = "manifest.json"
@@ -82,7 +83,7 @@ def describe_missing_checkpoint(path: Path, as_written: Callable[[str], str] = s
     `as_written` turns a checkpoint's path into what the user should write.
     """
     if not path.exists():
-        return "does not exist"
+        return f"does not exist{explain_download(path, as_written)}"
     if (path / "config.json").is_file():
         converted = f"checkpoints/{path.resolve().name}"
         conversion = format_command("convert", "import", str(path), converted)

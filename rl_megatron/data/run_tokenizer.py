@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from rl_megatron import log
 from rl_megatron.config.checkpoint_metadata import has_tokenizer
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.hub import explain_download
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.data.sources import build_source
 from rl_megatron.data.tokenizer import Tokenizer, read_named_tokens
@@ -90,7 +91,10 @@ def load_tokenizer(
     """
     source = Path(path)
     if not source.exists():
-        raise FileNotFoundError(f"there is no tokenizer at {source}: give a Hugging Face directory or tokenizer.json.")
+        download = explain_download(source)
+        raise FileNotFoundError(
+            f"there is no tokenizer at {source}: give a Hugging Face directory or tokenizer.json{download or '.'}"
+        )
     directory, file = (source, source / "tokenizer.json") if source.is_dir() else (source.parent, source)
     side_files = {
         side_file.relative_to(directory).as_posix(): side_file.read_text("utf-8")

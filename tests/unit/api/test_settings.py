@@ -71,6 +71,13 @@ def test_wrong_settings_are_refused(settings, message):
 # --- the model ---
 
 
+def test_a_name_on_the_hub_is_answered_with_the_command_that_downloads_it(tmp_path):
+    with pytest.raises(ConfigError, match=r"does not exist; .* `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`"):
+        StartingModel.find("Qwen/Qwen3-0.6B", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"config.json \(a Hugging Face directory\); nothing is downloaded$"):
+        StartingModel.find(tmp_path / "absent", tmp_path / "out")
+
+
 def test_the_model_of_a_hugging_face_directory_is_known_before_its_import(hugging_face, tmp_path):
     begin = StartingModel.find(hugging_face, tmp_path / "out")
     model = config_of(begin=begin, **{"model.max_sequence_length": 32}).first.model

@@ -47,6 +47,26 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         ("train", "data=arithmetic", "tokenizer.path=absent"),
         "there is no tokenizer at abs",
     ),
+    "tokenizer.path is a name on the Hub": (
+        ("train", "data=arithmetic", "tokenizer.path=Qwen/Qwen3-0.6B"),
+        "run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` first, and write Qwen3-0.6B$",
+    ),
+    "init_from is a name on the Hub": (
+        ("train", "data=arithmetic", "model=init_from", "init_from=Qwen/Qwen3-0.6B"),
+        "does not exist; .* run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` first, and write init_from=Qwen3",
+    ),
+    "init_from is a name on the Hub, without its model": (
+        ("train", "data=arithmetic", "init_from=Qwen/Qwen3-0.6B"),
+        "checkpoint Qwen/Qwen3-0.6B does not exist; .*run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` first",
+    ),
+    "the directory to import is a name on the Hub": (
+        ("convert", "import", "Qwen/Qwen3-0.6B", "new"),
+        "Qwen/Qwen3-0.6B/config.json is missing; .*run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` first",
+    ),
+    "the directory to import is mistyped": (
+        ("convert", "import", "tokenizer/absent", "new"),
+        "tokenizer/absent/config.json is missing; give a Hugging Face directory$",
+    ),
     "tokenizer.json is broken": (
         ("train", "data=arithmetic", "tokenizer.path=tokenizer"),
         "cannot be read as a tokeni",
