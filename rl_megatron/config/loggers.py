@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field, fields
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator
 
 from rl_megatron.config.extras import require_extra
 from rl_megatron.config.loading.settings import NonNegative, Positive, section
@@ -106,15 +108,28 @@ class PrometheusConfig:
 Service = WandbConfig | MlflowConfig | SwanlabConfig | TrackioConfig | PrometheusConfig
 
 
+def _convert_switch(value: object) -> object:
+    """Return an empty mapping for true, and None for false."""
+    if isinstance(value, bool):
+        return {} if value else None
+    if isinstance(value, str | int | float | list):
+        raise ValueError("must be true, which uses the defaults of its keys, or a mapping of keys to values")
+    return value
+
+
+_Switch = BeforeValidator(_convert_switch)
+
+
 @section
 class LoggerConfig:
     """Services that metrics are sent to, besides the sinks of metric_sinks. A service that is null is not used."""
 
-    wandb: WandbConfig | None = None  # Weights & Biases; {} uses the defaults of its keys
-    mlflow: MlflowConfig | None = None  # MLflow; {} uses the defaults of its keys
-    swanlab: SwanlabConfig | None = None  # SwanLab; {} uses the defaults of its keys
-    trackio: TrackioConfig | None = None  # Trackio; {} uses the defaults of its keys
-    prometheus: PrometheusConfig | None = None  # an endpoint for Prometheus; {} uses the defaults of its keys
+    wandb: Annotated[WandbConfig | None, _Switch] = None  # Weights & Biases; true uses the defaults of its keys
+    mlflow: Annotated[MlflowConfig | None, _Switch] = None  # MLflow; true uses the defaults of its keys
+    swanlab: Annotated[SwanlabConfig | None, _Switch] = None  # SwanLab; true uses the defaults of its keys
+    trackio: Annotated[TrackioConfig | None, _Switch] = None  # Trackio; true uses the defaults of its keys
+    # an endpoint for Prometheus; true uses the defaults of its keys
+    prometheus: Annotated[PrometheusConfig | None, _Switch] = None
 
     def iter_services(self) -> Iterator[tuple[str, Service]]:
         """Yield the name and the settings of each service that is used."""

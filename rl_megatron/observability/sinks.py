@@ -11,13 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from rl_megatron import disk, log
 from rl_megatron.config.errors import ConfigError, describe_error, nearest
 from rl_megatron.config.loading.registry import Registry
+from rl_megatron.config.loggers import LoggerConfig
 from rl_megatron.config.metrics import METRICS_FILE
 from rl_megatron.observability.recorded_metrics import drop_later_lines
 
@@ -87,7 +88,9 @@ def check_sinks(names: Sequence[str]) -> None:
     """Refuse unknown metric sinks, and a list without "jsonl": curves.png and a resumed run need its file."""
     for name in names:
         if name not in SINKS:
-            raise ConfigError(f"metric_sinks: there is no metric sink {name!r}{nearest(name, SINKS)}")
+            services = {service.name for service in fields(LoggerConfig)}
+            remedy = f"; to send metrics there, set logger.{name}=true" if name in services else nearest(name, SINKS)
+            raise ConfigError(f"metric_sinks: there is no metric sink {name!r}{remedy}")
     if "jsonl" not in names:
         raise ConfigError(f"metric_sinks={list(names)}: curves.png is drawn from jsonl's file; add jsonl")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.config.errors import ConfigError
-from rl_megatron.config.loading.load import load_config
+from rl_megatron.config.loading.load import from_yaml, load_config, to_yaml
 from rl_megatron.config.loggers import (
     LoggerConfig,
     MlflowConfig,
@@ -198,6 +198,14 @@ def test_services_are_chosen_by_their_sections():
     config = load_config(["logger.wandb.mode=offline", "logger.wandb.tags=[a]", "logger.mlflow={}"])
     assert config.logger.wandb == WandbConfig(mode="offline", tags=("a",))
     assert config.logger.mlflow == MlflowConfig()
+
+
+def test_true_chooses_a_service_with_its_defaults():
+    config = load_config(["logger.wandb=true", "logger.mlflow=false"])
+    assert list(config.logger.iter_services()) == [("wandb", WandbConfig())]
+    assert from_yaml(to_yaml(config), "config.yaml") == config
+    with pytest.raises(ConfigError, match="^logger.wandb='maths': must be true, .*, or a mapping of keys to values$"):
+        load_config(["logger.wandb=maths"])
 
 
 def test_a_mistyped_key_of_a_service_is_refused():

@@ -270,7 +270,11 @@ def test_an_unknown_eval_metric_is_refused_with_the_known_ones():
 
 @pytest.mark.parametrize(
     ("sinks", "words"),
-    [("[jsonl,tensorbord]", "no metric sink 'tensorbord'; did you mean 'tensorboard'"), ("[tensorboard]", "add jsonl")],
+    [
+        ("[jsonl,tensorbord]", "no metric sink 'tensorbord'; did you mean 'tensorboard'"),
+        ("[jsonl,wandb]", "no metric sink 'wandb'; to send metrics there, set logger.wandb=true$"),
+        ("[tensorboard]", "add jsonl"),
+    ],
 )
 def test_metric_sinks_that_cannot_be_used(sinks, words):
     with pytest.raises(ConfigError, match=words):
