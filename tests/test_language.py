@@ -54,6 +54,7 @@ _ROWS = (
     ("model/", r"RowParallelLinear", "megatron-core's class"),
     ("losses/", r"teacher_rows", "rows of the teacher's logits"),
     ("rollouts/files.py", r".*", "rows of a table"),
+    ("rollouts/rows.py", r".*", "rows of a table"),
     ("rollouts/record.py", r".*", "rows of a table"),
     ("cli/rollouts.py", r".*", "rows of a table"),
     ("observability/html_report.py", r"rows", "rows of a table"),

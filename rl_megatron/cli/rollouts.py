@@ -60,7 +60,7 @@ def _find_files(path: Path, stage: str | None, step: int | None) -> list[Path]:
 
 
 def _choose_rows(files: list[Path], options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    from rl_megatron.rollouts.files import read_rows
+    from rl_megatron.rollouts.rows import read_rows
 
     require_extra("rl-megatron rollouts", "data", "pyarrow")
     for file in files:

@@ -1,46 +1,38 @@
-"""Read and write files of rollouts: one Parquet file for each step, with one sequence in each row.
+"""Convert rollouts to the rows of a table (rows.py), and back to a batch.
 
 A trajectory is a sequence of tokens, some of which the policy has sampled. The others are the prompt and, with several
 turns, the texts of an environment. A trajectory whose past was rewritten has several sequences. Every number that
-training reads is stored exactly, so that a run can learn from the files exactly as from the rollouts themselves.
+training reads is stored exactly, so that a run can learn from the rows exactly as from the rollouts themselves.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_megatron import disk
 from rl_megatron.batching.batch import DATA_SET
 from rl_megatron.batching.routing import ROUTED_EXPERTS, UNKNOWN_EXPERT
 from rl_megatron.batching.trajectory_index import TRAJECTORY, TrajectoryIndex
-from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rollouts.batch import TURN, TURN_REWARDS, build_component_keys
+from rl_megatron.rollouts.rows import NUMBERS
 
-# Numeric columns: (the column, the key of the batch, the type of both).
-_NUMBERS = (
-    ("reward", "rewards", torch.float32),
-    ("weight", "sample_mask", torch.float32),
-    ("stopped", "stopped", torch.bool),
-    ("prompt_length", "prompt_lengths", torch.int64),
-    ("temperature", "temperature", torch.float32),
-    ("top_k", "top_k", torch.int64),
-    ("top_p", "top_p", torch.float32),
-    ("weight_version", "weight_version", torch.int64),
-)
+# Numeric columns -> keys of a batch.
+_KEYS = {column: column for column in NUMBERS} | {
+    "reward": "rewards",
+    "weight": "sample_mask",
+    "prompt_length": "prompt_lengths",
+}
 # Keys of a batch whose columns have other forms.
 _OTHERS = ("input_ids", "input_lengths", "token_mask", "generation_logprobs", "token_weight_versions", ROUTED_EXPERTS)
-KEPT = frozenset((*_OTHERS, DATA_SET, TRAJECTORY, TURN, TURN_REWARDS, *(key for _, key, _ in _NUMBERS)))
+KEPT = frozenset((*_OTHERS, DATA_SET, TRAJECTORY, TURN, TURN_REWARDS, *_KEYS.values()))
 
 
 @dataclass(frozen=True)
@@ -59,10 +51,6 @@ class Draw:
     rollouts: BatchedDataDict
     prompts: Sequence[EncodedPrompt]
     scores: Mapping[str, Sequence[float | None]]
-
-
-def rollout_file(directory: Path, step: int) -> Path:
-    return directory / f"step-{step:06}.parquet"
 
 
 def build_rows(
@@ -114,7 +102,7 @@ def build_rows(
             ],
             "turns": list(_find_turns(batch, number)) if TURN in batch else None,
         }
-        row |= {column: batch[key][number].item() for column, key, _ in _NUMBERS}
+        row |= {column: batch[key][number].item() for column, key in _KEYS.items()}
         if ROUTED_EXPERTS in batch:
             experts = batch[ROUTED_EXPERTS][number, : length - 1]
             row |= {"experts": experts.flatten().tolist(), "experts_shape": list(experts.shape[1:])}
@@ -139,32 +127,6 @@ def _find_turns(batch: BatchedDataDict, number: int) -> Iterator[dict[str, objec
         if turn >= 0:
             yield {"turn": turn, "start": start, "end": end, "reward": batch[TURN_REWARDS][number, end - 1].item()}
         start = end
-
-
-def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write the file of a step. A file that exists is replaced as a whole."""
-    import pyarrow
-    import pyarrow.parquet
-
-    table = pyarrow.Table.from_pylist(list(rows), schema=_build_schema())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = io.BytesIO()
-    pyarrow.parquet.write_table(table, content, compression="zstd")
-    disk.replace_file(path, content.getvalue(), is_synced=True)
-
-
-def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rows of the file of a step, with all columns or only with `columns`."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        names = pyarrow.parquet.read_schema(path).names
-        if missing := [name for name in _build_schema().names if name not in names]:
-            raise ConfigError(f"{path} is not a file of rollouts: it has no column {missing[0]}")
-        return pyarrow.parquet.read_table(path, columns=columns and list(columns)).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(f"{path} cannot be read as a file of rollouts: {error}") from error
 
 
 def rows_to_batch(rows: Sequence[Mapping[str, Any]], components: Sequence[str] | None = None) -> BatchedDataDict:
@@ -192,8 +154,8 @@ def rows_to_batch(rows: Sequence[Mapping[str, Any]], components: Sequence[str] |
             "token_weight_versions": versions,
         }
     )
-    for column, key, dtype in _NUMBERS:
-        batch[key] = torch.tensor([row[column] for row in rows], dtype=dtype)
+    for column, dtype in NUMBERS.items():
+        batch[_KEYS[column]] = torch.tensor([row[column] for row in rows], dtype=getattr(torch, dtype))
     if rows[0]["turns"] is not None:
         batch |= _build_turn_keys(rows, within.shape)
     if any(row["experts"] is not None for row in rows):
@@ -229,32 +191,3 @@ def _fill(mask: Tensor, values: Sequence[Sequence[object]], dtype: torch.dtype, 
     result = torch.full(mask.shape, rest, dtype=dtype)
     result[mask] = torch.tensor([value for row in values for value in row], dtype=dtype)
     return result
-
-
-def _build_schema() -> Any:
-    import pyarrow as arrow
-
-    span = arrow.struct([("version", arrow.int64()), ("start", arrow.int32()), ("end", arrow.int32())])
-    turn = arrow.struct(
-        [("turn", arrow.int32()), ("start", arrow.int32()), ("end", arrow.int32()), ("reward", arrow.float32())]
-    )
-    reward = arrow.struct([("turn", arrow.int32()), ("component", arrow.string()), ("value", arrow.float64())])
-    types = {torch.float32: arrow.float32(), torch.bool: arrow.bool_(), torch.int64: arrow.int64()}
-    return arrow.schema(
-        [
-            *((name, arrow.int32()) for name in ("step", "round", "number", "trajectory", "group")),
-            ("is_learned_from", arrow.bool_()),
-            *((name, arrow.string()) for name in ("location", "data_set", "prompt", "completion")),
-            *((column, types[dtype]) for column, _, dtype in _NUMBERS),
-            ("age", arrow.int64()),
-            ("ids", arrow.list_(arrow.int32())),
-            ("sampled", arrow.list_(arrow.bool_())),
-            ("logprobs", arrow.list_(arrow.float32())),
-            ("advantages", arrow.list_(arrow.float32())),
-            ("versions", arrow.list_(span)),
-            ("rewards", arrow.list_(reward)),
-            ("turns", arrow.list_(turn)),
-            ("experts", arrow.list_(arrow.int16())),
-            ("experts_shape", arrow.list_(arrow.int32())),
-        ]
-    )

@@ -30,7 +30,8 @@ from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rollouts.batch import COMPONENT, index_data_sets
-from rl_megatron.rollouts.files import KEPT, Draw, build_rows, read_rows, rollout_file, rows_to_batch, write_rows
+from rl_megatron.rollouts.files import KEPT, Draw, build_rows, rows_to_batch
+from rl_megatron.rollouts.rows import read_rows, rollout_file, write_rows
 from rl_megatron.topology.ranks import Ranks
 
 # The index of a sequence among all sequences of its step, in the order of sampling: a fact of sharded batches, and a

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_megatron.algorithms.advantages import group_relative
-from rl_megatron.rollouts.files import read_rows, rollout_file
+from rl_megatron.rollouts.rows import read_rows, rollout_file
 from tests.end_to_end.launch import TINY_GRPO, metrics
 
 WORKER = """

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from rl_megatron.rollouts.files import read_rows, rows_to_batch
+from rl_megatron.rollouts.files import rows_to_batch
+from rl_megatron.rollouts.rows import read_rows
 from rl_megatron.training.megatron_policy import MegatronPolicy
 
 

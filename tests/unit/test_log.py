@@ -55,7 +55,7 @@ def test_rollouts_are_shown_without_controls(capsys, monkeypatch, tmp_path):
     row = {"step": 1, "round": 0, "number": 0, "group": 0, "reward": 0.5, "stopped": True, "is_learned_from": True,
            "age": 0, "prompt": EVIL, "completion": f"fine{EVIL}"}  # fmt: skip
     (tmp_path / "step-000001.parquet").touch()
-    monkeypatch.setattr("rl_megatron.rollouts.files.read_rows", lambda *arguments: [row])
+    monkeypatch.setattr("rl_megatron.rollouts.rows.read_rows", lambda *arguments: [row])
     options = argparse.Namespace(
         path=tmp_path, step=None, stage=None, json=False, min_reward=None, max_reward=None, prompt=None, limit=5
     )

@@ -1,6 +1,8 @@
 """Files of rollouts: what training reads comes back to the bit, with what people want to see."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ from rl_megatron.data.tasks.task import Problem
 from rl_megatron.generation.completion_batch import SampledSequence, make_completion_batch
 from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.rewards.metrics import RewardMetrics
-from rl_megatron.rollouts.files import Draw, build_rows, read_rows, rollout_file, rows_to_batch, write_rows
+from rl_megatron.rollouts.files import Draw, build_rows, rows_to_batch
 from rl_megatron.rollouts.record import RolloutRecord
+from rl_megatron.rollouts.rows import read_rows, rollout_file, write_rows
 from rl_megatron.topology.ranks import Ranks
 from tests.synced_files import note_syncs
 from tests.unit.algorithms.fakes import Characters
@@ -163,3 +166,14 @@ def test_other_files_are_refused(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"step": [1]}), other)
     with pytest.raises(ConfigError, match=r"other.parquet is not a file of rollouts: it has no column round"):
         read_rows(other)
+
+
+def test_rollouts_are_shown_without_torch(tmp_path):
+    written(tmp_path, draw(), {})
+    program = (
+        "import sys\nfrom rl_megatron.cli import main\n"
+        f"assert main(['rollouts', {str(tmp_path / 'files')!r}]) == 0\n"
+        "print(sorted({'torch', 'megatron', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert "3 of 3 trajectories shown" in done.stdout and done.stdout.endswith("\n[]\n")
