@@ -32,7 +32,8 @@ from rl_megatron.plan.report import Report, draw, print_json, print_report, prin
 from rl_megatron.plan.search import Candidate, Search, search, without_layout
 from rl_megatron.plan.servers import Servers
 from rl_megatron.plan.settings import Settings
-from rl_megatron.plan.workload import Critic, Workload
+from rl_megatron.plan.workload import Critic, Workload, get_group_size
+from rl_megatron.topology.degrees import sequence_multiple
 
 _WIDTH_IN_FILES = 150  # wide enough for the tables
 _MOST_RANKS = 16_384
@@ -114,8 +115,27 @@ def build_workload(stage: StageConfig, world_size: int, section: PlanConfig) -> 
 
 
 def _choose_lengths(stage: StageConfig, section: PlanConfig) -> tuple[int, int]:
-    """Return the tokens of a prompt and of a response: the settings, or defaults up to the model's maximum length."""
-    longest = stage.model.max_sequence_length
+    """Return the tokens of a prompt and of a response: the settings, or defaults up to the model's maximum length.
+
+    If a sequence of this length exceeds a microbatch, the defaults are those up to the longest that does not.
+    """
+    longest, most = stage.model.max_sequence_length, _count_most_tokens(stage)
+    prompt, response = _fill_lengths(stage, section, longest)
+    if prompt + response > most > (section.prompt_tokens or 0):
+        prompt, response = _fill_lengths(stage, section, min(longest, most))
+    return prompt, response
+
+
+def _count_most_tokens(stage: StageConfig) -> int:
+    """Return the tokens of the longest sequence that a microbatch can have."""
+    if stage.train.batching == "padded":
+        return stage.model.max_sequence_length
+    multiple = sequence_multiple(stage.parallel)
+    return stage.train.micro_batch_tokens // get_group_size(stage) // multiple * multiple
+
+
+def _fill_lengths(stage: StageConfig, section: PlanConfig, longest: int) -> tuple[int, int]:
+    """Return the tokens of a prompt and of a response, with defaults for sequences of at most `longest` tokens."""
     reads_windows = stage.algorithm.learns_from == DOCUMENTS
     prompt = (0 if reads_windows else longest // 2) if section.prompt_tokens is None else section.prompt_tokens
     response = section.response_tokens

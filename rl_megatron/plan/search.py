@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from rl_megatron.config.algorithm_kinds import PairsConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.schema import StageConfig
@@ -19,7 +18,7 @@ from rl_megatron.plan.devices import Cluster
 from rl_megatron.plan.estimate import StepEstimate, estimate_step
 from rl_megatron.plan.servers import Servers
 from rl_megatron.plan.settings import Batches, Settings
-from rl_megatron.plan.workload import MicrobatchSizes, Workload
+from rl_megatron.plan.workload import MicrobatchSizes, Workload, get_group_size
 from rl_megatron.topology.degrees import ConfiguredLayout, sequence_multiple, validate, validate_model
 
 _TENSOR = (1, 2, 4, 8, 16)
@@ -121,8 +120,9 @@ def search(workload: Workload, cluster: Cluster, mean_response_tokens: int | Non
 
 def without_layout(stage: StageConfig) -> StageConfig:
     """Return the stage with simple values of the keys to be searched, because its own may not fit the cluster."""
-    group = 2 if isinstance(stage.algorithm, PairsConfig) else 1
-    train = replace(stage.train, batching="padded", micro_batch_size=group, fused_head=False, reference="resident")
+    train = replace(
+        stage.train, batching="padded", micro_batch_size=get_group_size(stage), fused_head=False, reference="resident"
+    )
     model = replace(stage.model, recompute="none")
     return replace(stage, parallel=ParallelConfig(), train=train, model=model)
 

@@ -79,6 +79,11 @@ class MicrobatchSizes:
         return sum(size * count for size, count in self.counts)
 
 
+def get_group_size(stage: StageConfig) -> int:
+    """Return the number of sequences that have to share a microbatch: 2 for preference pairs."""
+    return 2 if isinstance(stage.algorithm, PairsConfig) else 1
+
+
 @dataclass(frozen=True)
 class Critic:
     """The critic of a stage, a second model with a score head, its own optimizer and its own loss."""
@@ -164,8 +169,8 @@ class Workload:
 
     @property
     def group_size(self) -> int:
-        """Return the number of sequences that have to share a microbatch: 2 for preference pairs."""
-        return 2 if isinstance(self.stage.algorithm, PairsConfig) else 1
+        """Return the number of sequences that have to share a microbatch."""
+        return get_group_size(self.stage)
 
     @property
     def most_per_microbatch(self) -> int:

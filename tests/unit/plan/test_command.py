@@ -12,6 +12,7 @@ import pytest
 
 from docs import generate_plan
 from rl_megatron.cli import main
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.plan import command
@@ -87,6 +88,29 @@ def test_lengths_are_by_default_all_that_the_model_allows(capsys):
     assert (found["prompt_tokens"], found["response_tokens"]) == (64, 9)
     found = planned(capsys, "plan", "algorithm=pretrain", "data=arithmetic", "data.sequence_length=96", *ALONE)
     assert (found["prompt_tokens"], found["response_tokens"]) == (0, 96)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lengths"),
+    [
+        (["algorithm=grpo"], (2048, 32)),
+        (["algorithm=grpo", "train.micro_batch_tokens=4128"], (4096, 32)),
+        (["algorithm=sft", "train.batching=packed", "parallel.tensor=2", "parallel.sequence=true"], (2048, 2048)),
+        (["algorithm=dpo", "loss=dpo", "train.batching=dynamic"], (1024, 1024)),
+        (["algorithm=sft"], (4096, 4096)),
+    ],
+)
+def test_default_lengths_fit_a_microbatch(overrides, lengths):
+    stage = load_config(["model=llama3_1_8b", *overrides]).first
+    workload = build_workload(stage, 2, PlanConfig())
+    assert (workload.prompt_tokens, workload.response_tokens) == lengths
+    assert workload.most_per_microbatch >= 1
+
+
+def test_a_chosen_length_that_exceeds_a_microbatch_is_refused():
+    stage = load_config(["model=llama3_1_8b", "algorithm=grpo"]).first
+    with pytest.raises(ConfigError, match="train.micro_batch_tokens=4096 is less than .* of 4128 tokens"):
+        _ = build_workload(stage, 1, PlanConfig(prompt_tokens=4096)).most_per_microbatch
 
 
 def test_engines_in_processes_of_their_own_get_weights_and_are_not_planned(capsys):
@@ -307,7 +331,10 @@ def test_a_phase_that_cannot_be_planned_is_named_with_its_rank_and_the_cause(fre
         (["parallel.tensor=8"], "must divide model.num_attention_heads"),
         (["plan.prompt_tokens=1000"], "plan.prompt_tokens=1000 leaves no response tokens"),
         (["plan.prompt_tokens=100", "plan.response_tokens=100"], "exceeds model.max_sequence_length=128"),
-        (["train.micro_batch_tokens=16"], "train.micro_batch_tokens=16 is less than 1 sequence"),
+        (
+            ["train.micro_batch_tokens=16", "plan.prompt_tokens=64"],
+            "train.micro_batch_tokens=16 is less than 1 sequence",
+        ),
         (["model.vocab_size=null", "tokenizer.path=nowhere"], "set model.vocab_size"),
         (["--stage", "sfft"], "--stage sfft"),
         (["--search", "--top", "0"], "--top 0: must be at least 1"),
