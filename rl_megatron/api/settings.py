@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_megatron.api.model import StartingModel
+from rl_megatron.api.records import Place
 from rl_megatron.config.commands import format_override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.import_strings import record_function
@@ -16,7 +17,6 @@ from rl_megatron.rewards import functions
 from rl_megatron.rewards.registry import REWARDS
 
 Reward = Callable[..., Any] | str | Mapping[str, Any]
-Data = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Any]
 
 assert functions  # its import registers the functions of the package
 _PRESETS = ("generation", "loss", "parallel")  # sections for which the name of a preset can be given
@@ -26,7 +26,7 @@ _OF_SEVERAL_STAGES = ("experiment", "stages")
 def run_config(
     algorithm: str,
     begin: StartingModel | None,
-    data: Data | None,
+    data: Place | None,
     rewards: Sequence[Reward] | Reward,
     output_dir: str | os.PathLike[str],
     settings: Mapping[str, object],
@@ -53,7 +53,6 @@ def run_config(
         tree = merge_settings(begin.settings, tree)
     overrides += [format_override(key, name) for key, name in chosen.items()]
     if data is not None:
-        _refuse_records(data)
         section = data if isinstance(data, Mapping) else {"path": data if isinstance(data, str) else _plain(data)}
         tree["data"] = merge_settings(_nest(section), tree.get("data", {}))
     if rewards:
@@ -77,15 +76,6 @@ def reward_functions(rewards: Sequence[Reward] | Reward) -> list[dict[str, Any]]
             entry["name"] = _register(named, f"rewards[{index}]")
         entries.append(entry)
     return entries
-
-
-def _refuse_records(data: Data) -> None:
-    """Refuse data that is a list of records, without printing them."""
-    if isinstance(data, list | tuple) and any(isinstance(item, Mapping) for item in data):
-        raise ConfigError(
-            f"data is a list of {len(data)} records, but must be a path, a list of paths, or a mapping of keys of the "
-            'section data; write the records to a JSONL file, one per line, and pass its path: data="records.jsonl"'
-        )
 
 
 _python_names: set[str] = set()  # the names that `_register` has registered

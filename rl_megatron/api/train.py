@@ -11,7 +11,8 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.api.model import StartingModel
-from rl_megatron.api.settings import Data, Reward, run_config
+from rl_megatron.api.records import Data, take_records, write_records
+from rl_megatron.api.settings import Reward, run_config
 from rl_megatron.cli.early_checks import check_early
 from rl_megatron.config.schema import RunConfig
 
@@ -54,8 +55,9 @@ def train(
         output_dir: The directory of metrics, checkpoints and the effective configuration.
         model: A checkpoint, or a Hugging Face directory, which is imported once into `OUTPUT_DIR.imported`. None: new
             weights for the model that the section `model` describes.
-        data: A file, a directory, a pattern or a list of these (`data.path`), or a mapping with keys of the section
-            `data`, as in `{"dataset_name": "my/data", "split": "train"}`.
+        data: A file, a directory, a pattern or a list of these (`data.path`); records, as a list of dictionaries or a
+            `datasets.Dataset`, which are written to `OUTPUT_DIR.data`; or a mapping with keys of the section `data`, as
+            in `{"dataset_name": "my/data", "split": "train"}` or `{"path": records, "eval_path": others}`.
         rewards: A reward function, or a list of them, whose weighted sum is the reward. Each is a Python function, the
             name of a registered one such as "math_verify", an import string such as "my_rewards.py:length", or a
             mapping with the keys of an entry of `reward.functions`, as in `{"name": my_function, "weight": 0.1}`.
@@ -68,12 +70,14 @@ def train(
     """
     log.setup()
     begin = None if model is None else StartingModel.find(model, Path(output_dir))
-    config = run_config(algorithm, begin, data, rewards, output_dir, settings)
+    place, files = take_records(data, Path(output_dir))
+    config = run_config(algorithm, begin, place, rewards, output_dir, settings)
+    write_records(files, config.first.device)
     if "RANK" not in os.environ:  # several ranks must agree on errors, so their preflight makes these checks
         check_early(config)
     if begin is not None and begin.checkpoint is None:
         begin = StartingModel(begin.source, begin.import_into(Path(output_dir), config.first.device))
-        config = run_config(algorithm, begin, data, rewards, output_dir, settings)
+        config = run_config(algorithm, begin, place, rewards, output_dir, settings)
     return _run(config)
 
 

@@ -56,8 +56,9 @@ def again_and_again(arguments):
     assert all(line["reward_length_score"] >= -4 for line in first.history if line["kind"] == "train")
     assert set(first.metrics) >= {"reward_length_score", "reward_exact_match_score"}
     assert first.checkpoint.is_dir() and first.output_dir.name == "one"
+    records = [json.loads(line) for line in Path("prompts.jsonl").read_text().splitlines()]
     with_answers = rl_megatron.sft(
-        first.checkpoint, {"path": "prompts.jsonl", "prompt_template": "{prompt}"}, output_dir="three",
+        first.checkpoint, {"path": records, "prompt_template": "{prompt}"}, output_dir="three",
         train={"steps": 1, "global_batch_size": 4, "micro_batch_size": 2},
     )  # fmt: skip
     assert "nll_per_token" in with_answers.metrics

@@ -128,10 +128,3 @@ def test_one_reward_function_needs_no_list():
 
     assert reward_functions(is_short) == reward_functions([is_short]) == [{"name": "is_short"}]
     assert reward_functions("exact_match") == reward_functions({"name": "exact_match"}) == [{"name": "exact_match"}]
-
-
-def test_records_in_place_of_a_path_are_refused_without_printing_them():
-    with pytest.raises(ConfigError) as refused:
-        config_of(data=[{"prompt": "1 + 1", "answer": "2"}] * 20)
-    assert "data is a list of 20 records" in str(refused.value) and "JSONL" in str(refused.value)
-    assert "1 + 1" not in str(refused.value)
