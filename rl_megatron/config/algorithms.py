@@ -67,7 +67,6 @@ class DistillationConfig(AlgorithmConfig):
     """Distillation: a student learns a teacher's next-token distributions on given answers."""
 
     learns_from: ClassVar[str] = ANSWERS
-    usual_loss: ClassVar[str | None] = "full_distillation"
 
     name: Literal["distillation"] = "distillation"  # the algorithm
     teachers: tuple[TeacherConfig, ...] = ()  # the models to learn from
@@ -116,7 +115,6 @@ class DPOConfig(PairsConfig):
     """Direct preference optimisation on pairs."""
 
     may_change_on_resume: ClassVar[frozenset[str]] = frozenset({"precompute_reference"})
-    usual_loss: ClassVar[str | None] = "dpo"
 
     name: Literal["dpo"] = "dpo"  # the algorithm
     # Compute the reference policy's logprobs of all pairs before the first step and store them in output_dir, instead
@@ -138,8 +136,6 @@ class DPOConfig(PairsConfig):
 @section
 class OnlineDPOConfig(RolloutConfig):
     """Direct preference optimisation on pairs of the policy's own completions, ranked by reward."""
-
-    usual_loss: ClassVar[str | None] = "dpo"
 
     name: Literal["online_dpo"] = "online_dpo"  # the algorithm
     prompts_per_step: Positive = 32  # prompts per rollout step; each gives one pair
@@ -181,7 +177,6 @@ class KTOConfig(AlgorithmConfig):
     """KTO on single answers that are labelled desirable or undesirable."""
 
     learns_from: ClassVar[str] = LABELLED
-    usual_loss: ClassVar[str | None] = "kto"
 
     name: Literal["kto"] = "kto"  # the algorithm
 
@@ -201,7 +196,6 @@ class RewardModelConfig(PairsConfig):
     """Bradley-Terry reward model on pairs."""
 
     leaves_language_model: ClassVar[bool] = False
-    usual_loss: ClassVar[str | None] = "preference"
 
     name: Literal["reward_model"] = "reward_model"  # the algorithm
 

@@ -47,7 +47,8 @@ class AlgorithmConfig:
         leaves_language_model: Whether the trained weights are a language model, from which a later stage can start.
         has_critic: Whether the algorithm also trains a critic, which doubles the size of checkpoints.
         may_change_on_resume: Keys that may have other values when a run is resumed (runs/rerun.py).
-        usual_loss: The loss that a training function of the Python API chooses if its caller names none.
+        usual_loss: The loss that a training function of the Python API chooses if its caller names none. If it is None,
+            the loss is the default of `algorithm=NAME` (configs/algorithm).
         usual_batching: What `train.batching=null` stands for.
     """
 

@@ -86,6 +86,42 @@ def needs_a_path(name):
     return False
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "loss"),
+    [
+        ("dpo", "dpo"),
+        ("online_dpo", "dpo"),
+        ("kto", "kto"),
+        ("reward_model", "preference"),
+        ("distillation", "full_distillation"),
+        ("on_policy_distillation", "clipped_pg"),
+        ("grpo", "clipped_pg"),
+    ],
+)
+def test_an_algorithm_chooses_its_usual_loss(algorithm, loss, tmp_path):
+    given = [f"algorithm={algorithm}", *ALSO.get(("algorithm", algorithm), [])]
+    assert load_config(given).first.loss == read("loss", f"{loss}.yaml")
+    assert load_config([*given, "loss=simpo"]).first.loss == read("loss", "simpo.yaml")
+    own = tmp_path / "mine.py"
+    own.write_text("class Loss: ...\n")
+    assert load_config([*given, f"loss.name={own}:Loss", "loss.x=3"]).first.loss == {"name": f"{own}:Loss", "x": 3}
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_text(
+        f"# @package _global_\ndefaults:\n  - override /loss: ipo\n  - override /algorithm: {algorithm}\n"
+    )
+    (tmp_path / "mine.yaml").write_text(f"defaults:\n  - config\n  - override algorithm: {algorithm}\n  - _self_\n")
+    others = ALSO.get(("algorithm", algorithm), [])
+    assert load_config(["experiment=own", *others], str(tmp_path)).first.loss == read("loss", "ipo.yaml")
+    assert load_config(others, str(tmp_path), "mine").first.loss == read("loss", f"{loss}.yaml")
+
+
+def test_stages_share_the_loss_of_the_run_as_before():
+    losses = [stage.loss["name"] for stage in load_config(["experiment=gsm8k_dpo", "data.path=x"]).stages.values()]
+    assert losses == ["dpo", "dpo"]
+    losses = {stage.loss["name"] for stage in load_config(["experiment=quickstart"]).stages.values()}
+    assert losses == {"clipped_pg"}
+
+
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_loads(name):
     config = load_config([f"experiment={name}", *(["data.path=somewhere"] if needs_a_path(name) else [])])
@@ -109,7 +145,7 @@ def test_every_option_of_every_group_loads(group, option):
     chosen, given = getattr(stage, group), read(group, f"{option}.yaml")
     overridden = {override.partition("=")[0] for override in also}
     for key, value in given.items():
-        if f"{group}.{key}" not in {"data.path", "data.source", "data.defaults"} | overridden:
+        if key != "defaults" and f"{group}.{key}" not in {"data.path", "data.source"} | overridden:
             found = chosen[key] if isinstance(chosen, dict) else getattr(chosen, key)
             if (group, option) == ("data", "verifiers") and key == "task":
                 value = {"name": "verifiers", "environment": "reverse-text", "kwargs": {"size": 3}, "python": None}
@@ -126,7 +162,7 @@ def test_every_option_spells_out_every_key(group, option):
         "data": schema.DataConfig,
         "algorithm": ALGORITHMS.get(option),
     }[group]
-    assert set(read(group, f"{option}.yaml")) == {field.name for field in fields(section)}
+    assert set(read(group, f"{option}.yaml")) - {"defaults"} == {field.name for field in fields(section)}
 
 
 @pytest.mark.parametrize("option", ["gsm8k", "gsm8k_pairs", "text", "arithmetic"])
@@ -153,7 +189,9 @@ def test_the_yaml_defaults_are_those_of_the_schema(name):
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_the_defaults_of_an_algorithm_are_those_of_the_schema(name):
     declared = {field.name: plain(default_of(field)) for field in fields(ALGORITHMS[name])}
-    assert read("algorithm", f"{name}.yaml") == declared
+    given = read("algorithm", f"{name}.yaml")
+    given.pop("defaults", None)  # they choose the loss
+    assert given == declared
 
 
 def test_the_top_level_names_every_section_and_key():
