@@ -32,7 +32,7 @@ def take_records(data: Data | None, output_dir: Path) -> tuple[Place | None, dic
     if data is None or isinstance(data, str | os.PathLike):
         return data, {}
     is_section = isinstance(data, Mapping)
-    section: dict[str, Any] = dict(data) if is_section else {"path": data}
+    section: dict[str, Any] = dict(cast(Mapping[str, Any], data)) if is_section else {"path": data}
     keys = {field.name for field in fields(DataConfig)} - _FILES.keys()
     found = {
         key: value

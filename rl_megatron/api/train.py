@@ -13,7 +13,7 @@ from rl_megatron import log
 from rl_megatron.api.model import StartingModel
 from rl_megatron.api.records import Data, take_records, write_records
 from rl_megatron.api.settings import Reward, run_config
-from rl_megatron.cli.early_checks import check_early
+from rl_megatron.cli.early_checks import check_early, check_layout
 from rl_megatron.config.schema import RunConfig
 
 _METRICS = "metrics.jsonl"
@@ -72,6 +72,7 @@ def train(
     begin = None if model is None else StartingModel.find(model, Path(output_dir))
     place, files = take_records(data, Path(output_dir))
     config = run_config(algorithm, begin, place, rewards, output_dir, settings)
+    check_layout(config)
     write_records(files, config.first.device)
     if "RANK" not in os.environ:  # several ranks must agree on errors, so their preflight makes these checks
         check_early(config)

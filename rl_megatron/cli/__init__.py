@@ -78,6 +78,7 @@ def _run_without_configuration(parsed: argparse.Namespace) -> int:
 
 def _run_with_configuration(parsed: argparse.Namespace) -> int:
     """Run a command that composes a configuration."""
+    from rl_megatron.cli.early_checks import check_layout
     from rl_megatron.config.loading.load import load_config, to_yaml
 
     plan_section = None
@@ -111,6 +112,8 @@ def _run_with_configuration(parsed: argparse.Namespace) -> int:
             print_experiments(parsed.config_dir)
             return 2
     try:
+        if parsed.command in ("train", "generate", "eval"):
+            check_layout(config)
         if parsed.command == "balance":
             from rl_megatron.cli.balance import balance
 

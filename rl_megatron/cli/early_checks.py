@@ -25,6 +25,7 @@ from rl_megatron.data.sources import build_source
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.rewards.loading import check_rewards
 from rl_megatron.runs.rerun import find_earlier_run
+from rl_megatron.topology.degrees import validate, validate_model
 
 
 def check_early(config: RunConfig) -> None:
@@ -35,6 +36,12 @@ def check_early(config: RunConfig) -> None:
     check_data(config)
     for stage in config.stages.values():
         check_rewards(stage, loads=int(os.environ.get("WORLD_SIZE", "1")) == 1)
+
+
+def check_layout(config: RunConfig) -> None:
+    """Check the parallel degrees against the number of ranks and the model. All ranks raise the same error."""
+    validate(config.first.parallel, int(os.environ.get("WORLD_SIZE", "1")))
+    validate_model(config.first.model, config.first.parallel)
 
 
 def check_data(config: RunConfig) -> None:

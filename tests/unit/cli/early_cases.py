@@ -47,6 +47,15 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         ("train", "data=arithmetic", "tokenizer.path=absent"),
         "there is no tokenizer at abs",
     ),
+    "the layout does not fit the ranks": (
+        (*_GRPO, "parallel.tensor=2"),
+        "parallel.tensor=2 .* does not divide the world size 1; .* would fit",
+    ),
+    "the layout does not fit the model": (
+        ("train", "data=arithmetic", "parallel.context=3"),
+        "parallel.context=3 = 3 does not divide the world size 1",
+    ),
+    "generate has a layout that does not fit": ((*_GENERATE, "parallel.tensor=2"), "does not divide the world size 1"),
     "tokenizer.path is a name on the Hub": (
         ("train", "data=arithmetic", "tokenizer.path=Qwen/Qwen3-0.6B"),
         "run `hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B` first, and write Qwen3-0.6B$",
