@@ -46,12 +46,19 @@ make_venv() {
 }
 
 install_package() {
-  local extra=${1:-} target wanted stamp started=$SECONDS
+  local extra=${1:-} target wanted stamp missing started=$SECONDS
   find_venv || return
   target=$repo${extra:+[$extra]}
   wanted="$(cat "$repo/constraints.txt" "$repo/hashes.txt" "$repo/setup.py" "$repo/pyproject.toml" | cksum) $repo"
   stamp=$VENV/.installed${extra:+-$extra}
-  if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then return; fi
+  if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    missing=$(list_missing "$extra" 2>/dev/null) || missing=
+    if [ -z "$missing" ]; then
+      if [ "${BASH_SOURCE[0]}" = "$0" ]; then echo "up to date: $VENV"; fi
+      return
+    fi
+    echo "removed since the installation: $missing"
+  fi
 
   make_venv || return
   echo "installing rl_megatron${extra:+ with its $extra extra}, versions as in constraints.txt (minutes the first time)"
@@ -64,6 +71,31 @@ install_package() {
   fi
   echo "$wanted" | tee "$stamp" >"$VENV/.installed" # an environment with an extra also has the package itself
   echo "installed in $((SECONDS - started)) s"
+}
+
+# Print the names of the packages that the package and the extra $1 need and that are not in the environment.
+list_missing() {
+  "$VENV/bin/python" -I - "rl_megatron${1:+[$1]}" <<'END'
+import sys
+from importlib.metadata import PackageNotFoundError, requires
+
+from pip._vendor.packaging.requirements import Requirement
+
+missing, seen, waiting = set(), set(), [Requirement(sys.argv[1])]
+while waiting:
+    package = waiting.pop()
+    extras = ("", *sorted(package.extras))
+    if (package.name, extras) in seen:
+        continue
+    seen.add((package.name, extras))
+    try:
+        needed = [Requirement(text) for text in requires(package.name) or ()]
+    except PackageNotFoundError:
+        missing.add(package.name)
+        continue
+    waiting += [other for other in needed if not other.marker or any(other.marker.evaluate({"extra": e}) for e in extras)]
+print(*sorted(missing))
+END
 }
 
 # Install what the package and an extra need if it has the hashes of hashes.txt, and then the package.

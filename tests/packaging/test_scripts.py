@@ -139,6 +139,49 @@ def test_an_environment_is_made_only_if_it_has_no_working_pip(script, state, tim
     assert called.count("-m venv ") == times_made and "-m pip install " in called
 
 
+# A Python that lacks a package, which the first argument names, for the program that it reads from stdin.
+LACKING = """
+import importlib.metadata, sys
+requires, removed = importlib.metadata.requires, sys.argv[1]
+def look_up(name):
+    if name == removed:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return requires(name)
+importlib.metadata.requires = look_up
+sys.argv[:2] = ["-"]
+exec(sys.stdin.read(), {})
+"""
+
+
+@pytest.mark.parametrize(
+    ("removed", "extra", "said"),
+    [
+        ("none", "data", "up to date: "),
+        ("pyarrow", "data", "removed since the installation: pyarrow\n"),
+        ("pyarrow", "", "up to date: "),
+        ("jinja2", "", "removed since the installation: jinja2\n"),
+    ],
+)
+def test_install_sh_repairs_an_environment_that_lacks_a_package(removed, extra, said, tmp_path):
+    python, calls = tmp_path / "venv" / "bin" / "python", tmp_path / "calls"
+    python.parent.mkdir(parents=True)
+    (tmp_path / "lacking.py").write_text(LACKING)
+    python.write_text(
+        f"""#!/bin/sh
+        echo "$@" >>{calls}
+        if [ "$1 $2" = "-I -" ]; then exec {sys.executable} -I {tmp_path}/lacking.py "$REMOVED" "$3"; fi
+        """
+    )
+    python.chmod(0o755)
+    command = [REPO / "scripts" / "install.sh", *([extra] if extra else [])]
+    environment = os.environ | {"PYTHON": str(python), "VENV": str(tmp_path / "venv"), "REMOVED": "none"}
+    subprocess.run(command, env=environment, capture_output=True, check=True)
+    calls.unlink()
+    done = subprocess.run(command, env=environment | {"REMOVED": removed}, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(said)
+    assert ("-m pip install" in calls.read_text()) == (removed in said)
+
+
 @pytest.mark.change
 def test_an_environment_with_a_part_of_pip_gets_a_whole_one_and_keeps_the_rest(tmp_path):
     venv = tmp_path / "venv"

@@ -1,12 +1,18 @@
 """Keys that need an extra are refused before a run begins if it is not installed."""
 
 import importlib.util
+import re
+import runpy
+from pathlib import Path
 
 import pytest
+import setuptools
 
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.eval_problems import check_set_files
+
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -29,3 +35,21 @@ def test_a_missing_package_is_named_with_its_extra(overrides, package, said, mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
     with pytest.raises(ConfigError, match=said):
         check_set_files(load_config(arguments).first, None)
+
+
+@pytest.fixture
+def extras(monkeypatch):
+    """The extras of setup.py."""
+    declared = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **keys: declared.update(keys))
+    runpy.run_path(str(REPOSITORY / "setup.py"))
+    return declared["extras_require"]
+
+
+def test_the_page_lists_every_extra(extras):
+    page = (REPOSITORY / "docs" / "install.md").read_text().partition("## Extras")[2].partition("\n## ")[0]
+    listed = [name for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(extras)
+    left_out = {"dev", "te", "verifiers", "openenv"}
+    missing = {name for name in extras.keys() - left_out if not set(extras["dev"]) >= set(extras[name])}
+    assert not missing, "dev is said to have them"
