@@ -40,7 +40,8 @@ def import_directory(source: str, target: str, base: str | None) -> None:
         if unused is not None:
             console.print(f"{source}: {unused}")
         console.print(f"{target}: a checkpoint of {manifest['model']['num_layers']} layers. To start from it:")
-    start = format_override("init_from", target), format_override("output_dir", f"outputs/{Path(target).name}")
+    output = format_override("output_dir", f"outputs/{Path(target).name}")
+    start = format_override("init_from", target), "data.path=path/to/data", output
     console.print(f"  {format_command('train', 'model=init_from', *start)}")
 
 

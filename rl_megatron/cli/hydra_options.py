@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 
 from hydra._internal.core_plugins.bash_completion import BashCompletion
@@ -57,13 +58,13 @@ def _list_experiments(directory: Path) -> list[tuple[str, str]]:
 
 
 def _read_description(path: Path) -> str:
-    """Return the first comment line of a YAML file, without Hydra's lines such as `# @package`; "" if it has none."""
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        if not (text := line.lstrip("# ")).startswith("@"):
-            return text
-    return ""
+    """Return the first sentence of the comment that begins a YAML file; "" if there is none.
+
+    Hydra's lines, such as `# @package`, are no part of it.
+    """
+    comment = takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())
+    texts = [text for line in comment if not (text := line.lstrip("# ")).startswith("@")]
+    return " ".join(texts).partition(". ")[0].removesuffix(".") + "." if texts else ""
 
 
 def show_info(what: str, overrides: list[str], config_dir: str | None, config_name: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, Self, TypeVar, get_args
 
-from rl_megatron.config.errors import unknown_name
+from rl_megatron.config.errors import ConfigError, unknown_name
 from rl_megatron.data.chat_template import ChatTemplate
 from rl_megatron.data.conversations import Conversation
 from rl_megatron.data.records import NothingLeft, Record
@@ -163,6 +163,11 @@ class Limit:
     @classmethod
     def for_prompts(cls, max_sequence_length: int, max_new_tokens: int, policy: TooLong) -> Limit:
         """Return the limit for prompts, which leaves space for a completion."""
+        if max_new_tokens >= max_sequence_length:
+            raise ConfigError(
+                f"generation.max_new_tokens={max_new_tokens} leaves no space for a prompt in "
+                f"model.max_sequence_length={max_sequence_length}; lower the one or raise the other"
+            )
         return cls(
             max_sequence_length - max_new_tokens,
             policy,

@@ -72,7 +72,7 @@ class JsonLines(Lines):
             return None
         text = self._text(line, number)
         try:
-            values = json.loads(text)
+            values = json.loads(text.rstrip())  # an error at the end then has the column of the end
         except json.JSONDecodeError as error:
             whole = " (a file of one JSON array must be written with one object per line)" if text[0] == "[" else ""
             raise ValueError(f"{self.file}:{number} is not JSON ({error.msg}, column {error.colno}){whole}.") from error

@@ -163,7 +163,10 @@ class Renderer:
             else:
                 check_plain(data, "data.format=auto and records without messages")
                 if self.tokenizer.chat_templates:
-                    log.once("the tokenizer's chat template is not used; data.format=chat uses it")
+                    log.once(
+                        "the records are not conversations, so prompts are plain text without the tokenizer's chat "
+                        "template, which a chat model needs; data.format=chat uses it, data.format=plain confirms this"
+                    )
         if self.format == CHAT and has_messages:
             for key in ("prompt_template", "answer_template"):
                 if getattr(data, key) is not None:

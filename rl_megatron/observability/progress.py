@@ -172,7 +172,7 @@ def _format_metrics(metrics: list[tuple[str, float]]) -> str:
 
 
 def _format_metric(name: str, value: float) -> str:
-    return f"{choose_shown_name(name, [value])} {value:.4g}"
+    return f"{choose_shown_name(name, [value])} {value:z.4g}"
 
 
 def _format_time(seconds: float) -> str:

@@ -80,7 +80,7 @@ def _build_results(stages: dict[str, dict[str, float]], console: Console) -> Tab
 
 
 def _format_number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+    return "" if value is None else f"{value:z.4f}"  # z: without the sign of −0
 
 
 def _build_table(cells: Sequence[Sequence[str]]) -> Table:

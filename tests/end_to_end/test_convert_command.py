@@ -47,7 +47,7 @@ def test_help_is_shown_without_importing_torch(tmp_path):
 def test_a_model_is_imported_trained_and_exported(tmp_path, forks, qwen):
     imported = forks.run(tmp_path, "convert", "import", str(qwen), "imported")
     assert imported.status == 0, imported.err
-    assert "model=init_from init_from=imported" in imported.out
+    assert "model=init_from init_from=imported data.path=path/to/data output_dir" in imported.out
     assert re.search(
         r"1[0-9] of the 270 rows of the embedding have no token; together they have probability 0.\d+ ", imported.out
     )

@@ -47,6 +47,10 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         ("train", "data=arithmetic", "tokenizer.path=absent"),
         "there is no tokenizer at abs",
     ),
+    "a replay lacks steps": (
+        (*_GRPO, "rollout.replay=absent", "train.steps=3"),
+        "rollout.replay=absent has no rollouts of step 1 and of 2 further steps of train.steps=3; replay a run that",
+    ),
     "the layout does not fit the ranks": (
         (*_GRPO, "parallel.tensor=2"),
         "parallel.tensor=2 .* does not divide the world size 1; .* would fit",

@@ -10,6 +10,7 @@ from rl_megatron.cli import main
 from rl_megatron.cli.hydra_options import list_completions
 from rl_megatron.cli.sweep import expand_sweep
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.loading.compose import config_directory
 
 COMMANDS = ("train", "certify", "inspect")
 
@@ -55,10 +56,13 @@ def test_a_file_that_is_missing_on_another_node_is_named_there(own, capsys, monk
     assert answer.err.startswith("error: data.path: there is nothing at")
 
 
-@pytest.mark.parametrize("name", ["gsm8k_dpo", "gsm8k_reward_model", "gsm8k_sft", "quickstart", "shakespeare_pretrain"])
-def test_a_shipped_experiment_begins_with_a_sentence_of_one_line(own, capsys, name):
-    (line,) = [line for line in shown(capsys, "train", status=2).err.splitlines() if line.split()[:1] == [name]]
-    assert line.endswith(".")
+def test_every_experiment_is_described_by_its_first_sentence(own, capsys):
+    _, listed, _ = shown(capsys, "train", status=2).err.split("\n\n")
+    lines = listed.splitlines()[1:]
+    assert len(lines) == len(list((config_directory() / "experiment").glob("*.yaml")))
+    assert all(line.endswith(".") and ". " not in line for line in lines)
+    assert any(line.endswith("with Qwen3-0.6B, in bf16 on one GPU with 80 GiB or more.") for line in lines)
+    assert any(line.endswith("the teacher's distributions on its own completions.") for line in lines)
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

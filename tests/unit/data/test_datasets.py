@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from rl_megatron.config.data_sources import PromptAnswerConfig
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.data.datasets import PromptAnswerDataset, TextDataset
+from rl_megatron.data.encoding import Limit
 from rl_megatron.data.files import load_records, load_text
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import Renderer
@@ -159,3 +161,10 @@ class TestPromptAnswer:
         for row, record in enumerate((heldout[7], heldout[11])):
             learned = batch["input_ids"][row][batch["token_mask"][row].bool()].tolist()
             assert tokenizer.decode(learned) == record.values["answer"] and learned[-1] == tokenizer.eos_id
+
+
+@pytest.mark.parametrize("policy", ["error", "drop", "truncate"])
+def test_completions_that_leave_no_space_for_a_prompt_are_refused(policy):
+    assert Limit.for_prompts(128, 127, policy).tokens == 1
+    with pytest.raises(ConfigError, match="generation.max_new_tokens=128 leaves no space .*_length=128; lower the one"):
+        Limit.for_prompts(128, 128, policy)

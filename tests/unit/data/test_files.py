@@ -25,6 +25,7 @@ def test_a_record_knows_its_line(tmp_path):
     ("content", "message"),
     [
         (b'{"q": 1}\n{"q": \n', r"data.jsonl:2 is not JSON \("),
+        (b'{"q": "a"\r\n', r"data.jsonl:1 is not JSON \(Expecting ',' delimiter, column 10\)"),
         (b'{"q": 1}\n[1]\n', "data.jsonl:2 is a list"),
         (b'{"q": 1}\n{"q": "\xff"}\n', "data.jsonl:2 is not UTF-8"),
         (rb'{"q": "a", "b": ["\ud83d"]}', r"data.jsonl:1: field 'b' has half of a surrogate pair, \\ud83d; write"),

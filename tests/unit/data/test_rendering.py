@@ -360,6 +360,8 @@ def test_conversations_and_records_without_messages_can_be_mixed_in_chat_format(
 
 def test_a_chat_template_that_is_not_used_is_said_once(families, logged):
     tokenizer, _ = families["qwen3"]
+    renderer(tokenizer, format="plain").encode_prompt(Record({"question": "1"}, "sums.jsonl:1"))
+    assert not any("data.format=chat" in message for message in logged)
     renderer(tokenizer).encode_prompt(Record({"question": "1"}, "sums.jsonl:1"))
     assert sum("data.format=chat uses it" in message for message in logged) == 1
     renderer(tokenizer, prompt_template="<|im_start|>{question}").encode_prompt(Record({"question": "1"}, "s.jsonl:1"))

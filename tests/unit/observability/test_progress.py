@@ -254,7 +254,11 @@ def test_a_negative_mean_reward_is_not_an_accuracy(shown):
     display.begin_stage("grpo", 0, 3, "reward")
     display.show(0, {"accuracy": -0.975}, "eval")
     display.show(1, {"accuracy": 0.5}, "eval")
-    assert file.getvalue() == "grpo step 0: held-out mean reward -0.975\ngrpo step 1: held-out accuracy 0.5\n"
+    display.show(2, {"accuracy": -0.0}, "eval")
+    assert file.getvalue() == (
+        "grpo step 0: held-out mean reward -0.975\ngrpo step 1: held-out accuracy 0.5\n"
+        "grpo step 2: held-out accuracy 0\n"
+    )
 
 
 def test_nobody_watches_after_the_stage(shown):

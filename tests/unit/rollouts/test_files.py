@@ -19,7 +19,7 @@ from rl_megatron.generation.interfaces import Completion, Sampling, WeightSpan
 from rl_megatron.rewards.metrics import RewardMetrics
 from rl_megatron.rollouts.files import Draw, build_rows, rows_to_batch
 from rl_megatron.rollouts.record import RolloutRecord
-from rl_megatron.rollouts.rows import read_rows, rollout_file, write_rows
+from rl_megatron.rollouts.rows import check_replay, read_rows, rollout_file, write_rows
 from rl_megatron.topology.ranks import Ranks
 from tests.synced_files import note_syncs
 from tests.unit.algorithms.fakes import Characters
@@ -166,6 +166,14 @@ def test_other_files_are_refused(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"step": [1]}), other)
     with pytest.raises(ConfigError, match=r"other.parquet is not a file of rollouts: it has no column round"):
         read_rows(other)
+
+
+def test_a_replay_needs_the_rollouts_of_every_step(tmp_path):
+    for step in (1, 3):
+        rollout_file(tmp_path, step).touch()
+    check_replay(tmp_path, 1)
+    with pytest.raises(ConfigError, match=r"has no rollouts of step 2 of train.steps=3; .*rollout.save_every=1"):
+        check_replay(tmp_path, 3)
 
 
 def test_rollouts_are_shown_without_torch(tmp_path):
