@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.checkpoint.directory import publish
-from rl_megatron.cli.early_checks import check_early
+from rl_megatron.cli.early_checks import check_early, check_layout
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config, to_yaml
 from rl_megatron.runs.rerun import refuse_changes
@@ -52,6 +52,17 @@ def test_several_ranks_leave_the_import_of_reward_functions_to_the_preflight(tmp
     unknown = load_config([*given, "reward.functions=[{name: exact_mach}]"])
     with pytest.raises(ConfigError, match="there is no reward function of this name"):
         check_early(unknown)
+
+
+def test_the_layout_is_checked_against_the_ranks_of_the_launcher(monkeypatch):
+    config = load_config(["data=arithmetic", "parallel.tensor=2"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    check_layout(config)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="parallel.tensor=2 .* does not divide the world size 3"):
+        check_layout(config)
+    with pytest.raises(ConfigError, match="parallel.tensor=3 must divide model.num_attention_heads=4"):
+        check_layout(load_config(["data=arithmetic", "parallel.tensor=3"]))
 
 
 def test_commands_that_do_not_train_may_differ_from_the_run_in_output_dir(tmp_path):

@@ -101,6 +101,7 @@ def needs_a_path(name):
 def test_an_algorithm_chooses_its_usual_loss(algorithm, loss, tmp_path):
     given = [f"algorithm={algorithm}", *ALSO.get(("algorithm", algorithm), [])]
     assert load_config(given).first.loss == read("loss", f"{loss}.yaml")
+    assert load_config(given) == load_config([*given, f"loss={loss}"]), "a run that is resumed compares them"
     assert load_config([*given, "loss=simpo"]).first.loss == read("loss", "simpo.yaml")
     own = tmp_path / "mine.py"
     own.write_text("class Loss: ...\n")
