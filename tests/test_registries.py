@@ -31,7 +31,6 @@ OTHER_MEANINGS = {
     ("rl_megatron.config.losses", "dpo"): "the loss",
     ("rl_megatron.config.losses", "kto"): "the loss",
     ("rl_megatron.losses.kto", "kto"): "the loss",
-    ("rl_megatron.config.algorithms", "preference"): "the loss",
     ("rl_megatron.config.losses", "preference"): "the loss",
     ("rl_megatron.losses.preference", "preference"): "the loss",
     ("rl_megatron.algorithms.reward_model", "preference"): "the loss",

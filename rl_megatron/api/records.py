@@ -34,21 +34,21 @@ def take_records(data: Data | None, output_dir: Path) -> tuple[Place | None, dic
     is_section = isinstance(data, Mapping)
     section: dict[str, Any] = dict(cast(Mapping[str, Any], data)) if is_section else {"path": data}
     keys = {field.name for field in fields(DataConfig)} - _FILES.keys()
-    found = {
+    records = {
         key: value
         for key, value in section.items()
         if key not in keys and _are_records(value, f"data[{key!r}]" if is_section else "data")
     }
-    if splits := [key for key in found if key not in _FILES]:
+    if splits := [key for key in records if key not in _FILES]:
         raise ConfigError(
             f"data has records in {', '.join(map(repr, splits))}, but only 'path' and 'eval_path' may have them; write "
             f'data={{"path": data[{splits[0]!r}]}}'
         )
     directory = output_dir.with_name(output_dir.name + _SUFFIX)
-    files = {key: directory / _FILES[key] for key in found}
+    files = {key: directory / _FILES[key] for key in records}
     if not files:
         return cast(Place, data), {}
-    return section | {key: str(file) for key, file in files.items()}, {files[key]: found[key] for key in files}
+    return section | {key: str(file) for key, file in files.items()}, {files[key]: records[key] for key in files}
 
 
 def write_records(files: Mapping[Path, Records], device: str) -> None:

@@ -70,15 +70,15 @@ def train(
     """
     log.setup()
     begin = None if model is None else StartingModel.find(model, Path(output_dir))
-    place, files = take_records(data, Path(output_dir))
-    config = run_config(algorithm, begin, place, rewards, output_dir, settings)
+    location, files = take_records(data, Path(output_dir))
+    config = run_config(algorithm, begin, location, rewards, output_dir, settings)
     check_layout(config)
     write_records(files, config.first.device)
     if "RANK" not in os.environ:  # several ranks must agree on errors, so their preflight makes these checks
         check_early(config)
     if begin is not None and begin.checkpoint is None:
         begin = StartingModel(begin.source, begin.import_into(Path(output_dir), config.first.device))
-        config = run_config(algorithm, begin, place, rewards, output_dir, settings)
+        config = run_config(algorithm, begin, location, rewards, output_dir, settings)
     return _run(config)
 
 

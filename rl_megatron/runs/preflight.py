@@ -236,10 +236,11 @@ def check_loss(stage: StageConfig) -> None:
         raise ConfigError(f"{where}: {error.args[0] if error.args else error}") from error
     if not needs.suits(loss_fn):
         raise ConfigError(
-            f"loss.name={name} does not use {needs.uses}, so {algorithm} cannot learn with it; use {needs.choices}"
+            f"loss.name={name} does not use {needs.uses}, so {algorithm} cannot learn with it; set loss to "
+            f"{needs.choices}"
         )
     missing = sorted(set(getattr(loss_fn, "required_keys", ())) - needs.batch_keys)
     if missing:
         raise ConfigError(
-            f"loss.name={name} needs {missing}, which {algorithm}'s batches do not have; use {needs.choices}"
+            f"loss.name={name} needs {missing}, which {algorithm}'s batches do not have; set loss to {needs.choices}"
         )

@@ -94,7 +94,7 @@ def test_a_reward_model_starts_from_a_policy(pairs, forks):
         (["train.global_batch_size=200"], ["200 is 100 pairs of two sequences"]),
         (
             ["loss=clipped_pg"],
-            ["loss.name=clipped_pg does not use logprobs of pairs", "use dpo, ipo, simpo,"],
+            ["loss.name=clipped_pg does not use logprobs of pairs", "set loss to dpo, ipo, simpo,"],
         ),
         (
             ["loss=orpo", "algorithm.precompute_reference=true"],

@@ -41,14 +41,14 @@ def stage_of(algorithm, loss):
 @pytest.mark.parametrize(
     ("algorithm", "loss", "words"),
     [
-        ("grpo", {"name": "nll"}, "not use advantages.*use clipped_pg"),
-        ("ppo", {"name": "dpo"}, "not use advantages.*use clipped_pg"),
+        ("grpo", {"name": "nll"}, "not use advantages.*set loss to clipped_pg"),
+        ("ppo", {"name": "dpo"}, "not use advantages.*set loss to clipped_pg"),
         ("grpo", {"name": "clipped_pgg"}, "clipped_pg"),
         ("grpo", {"name": "clipped_pg", "ratio_clip_mx": 0.2}, "did you mean 'ratio_clip_max'"),
-        ("dpo", {"name": "clipped_pg"}, "not use logprobs of pairs.*use dpo, ipo, simpo, cpo or orpo"),
+        ("dpo", {"name": "clipped_pg"}, "not use logprobs of pairs.*set loss to dpo, ipo, simpo, cpo or orpo"),
         ("dpo", {"name": "preference"}, "not use logprobs of pairs"),
-        ("reward_model", {"name": "dpo"}, "not use scores of pairs.*use preference"),
-        ("reward_model", {"name": "mse_value"}, "not use scores of pairs.*use preference"),
+        ("reward_model", {"name": "dpo"}, "not use scores of pairs.*set loss to preference"),
+        ("reward_model", {"name": "mse_value"}, "not use scores of pairs.*set loss to preference"),
     ],
 )
 def test_a_loss_that_does_not_suit_the_algorithm_is_refused(algorithm, loss, words):
