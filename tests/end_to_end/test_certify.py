@@ -113,7 +113,7 @@ def test_a_wrong_scaling_is_named(tmp_path, forks, breakage, first):
     [
         (["parallel.tensor=3"], "parallel.tensor=3"),
         (["parallel.expert=2"], "parallel.expert=2"),
-        (["algorithm=dpo", "data=gsm8k_pairs", "data.path=x", "loss=draft_cross_entropy"], "set loss to dpo, ipo, simpo,"),
+        (["algorithm=dpo", "data=gsm8k_pairs", "data.path=x", "loss=draft_cross_entropy"], "set loss to dpo, ipo,"),
         (["algorithm=grpo", "loss.ratio_clip_min=abc"], "ratio_clip_min='abc'"),
         (["algorithm=grpo", "loss.name=clipped_gp"], "clipped_pg"),
     ],
