@@ -1,0 +1,579 @@
+"""The keys of verl's configuration of GRPO and PPO (ppo_trainer.yaml and ppo_megatron_trainer.yaml)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_megatron.config.migration.keys import (
+    Converted,
+    Key,
+    Library,
+    Settings,
+    automatic,
+    chosen,
+    computed,
+    if_true,
+    initial_model,
+    missing,
+    only_if,
+    read_with,
+    same,
+    steps_only,
+)
+
+_ACTOR = "actor_rollout_ref.actor."
+_ROLLOUT = "actor_rollout_ref.rollout."
+_MODEL = "actor_rollout_ref.model."
+_ESTIMATOR = "algorithm.adv_estimator"
+_ENGINE = f"{_ROLLOUT}name"
+_KL_TYPES = {"kl": "k1", "k1": "k1", "abs": None, "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_RECOMPUTE = {"full": "full", "selective": "selective"}
+_ESTIMATORS: dict[object, dict[str, object]] = {
+    "gae": {"algorithm": "ppo"},
+    "grpo": {"algorithm": "grpo"},
+    "reinforce_plus_plus": {"algorithm": "grpo", "algorithm.advantage_estimator": "reinforce_plus_plus"},
+    "reinforce_plus_plus_baseline": {
+        "algorithm": "grpo",
+        "algorithm.advantage_estimator": "reinforce_plus_plus_baseline",
+    },
+    "rloo": {"algorithm": "grpo", "algorithm.leave_one_out": True, "algorithm.normalize_std": False},
+    "opo": {"algorithm": "grpo", "algorithm.advantage_estimator": "optimal_baseline"},
+}
+_AVERAGES: dict[object, dict[str, object]] = {
+    "token-mean": {"loss.token_level_loss": True},
+    "seq-mean-token-mean": {"loss.token_level_loss": False},
+    "seq-mean-token-sum": {"loss.fixed_sequence_length": 1.0},
+}
+_LOSS_MODES: dict[object, dict[str, object]] = {
+    "vanilla": {},
+    "gspo": {"loss.sequence_level_importance_ratios": True, "loss.token_level_loss": False},
+    "geo_mean": {"loss.use_gmpo": True, "loss.token_level_loss": False},
+    "sapo": {"loss.use_sapo": True},
+    "cispo": {"loss.use_cispo": True},
+    "clip_cov": {"loss.use_clip_cov": True},
+    "kl_cov": {"loss.use_kl_cov": True},
+}
+_OWN_AVERAGE = ("gspo", "geo_mean")  # modes that set the average themselves
+_WITHOUT_DUAL_CLIP = ("geo_mean", "sapo", "cispo", "clip_cov", "kl_cov")
+_MODE = f"{_ACTOR}policy_loss.loss_mode"
+
+
+def _convert_estimator(value: Any, settings: Settings) -> Converted:
+    if value in _ESTIMATORS:
+        return _ESTIMATORS[value]
+    return f"these have a counterpart: {', '.join(map(str, _ESTIMATORS))}; or write your own advantage estimator"
+
+
+def _convert_average(value: Any, settings: Settings) -> Converted:
+    if settings.get(_MODE) in _OWN_AVERAGE:
+        return None
+    if value == "seq-mean-token-sum-norm":
+        length = settings.get(f"{_ACTOR}loss_scale_factor") or settings.get("data.max_response_length")
+        return {"loss.fixed_sequence_length": length}
+    return _AVERAGES.get(value, f"these have a counterpart: {', '.join(map(str, _AVERAGES))}, seq-mean-token-sum-norm")
+
+
+def _convert_mode(value: Any, settings: Settings) -> Converted:
+    return _LOSS_MODES.get(value, f"these have a counterpart: {', '.join(map(str, _LOSS_MODES))}") or None
+
+
+def _convert_kl(value: Any, settings: Settings) -> Converted:
+    """Return the coefficient of the KL, which is in the reward, in the loss or off."""
+    if settings.get("algorithm.use_kl_in_reward"):
+        if value:
+            return "the KL is in the reward or in the loss, not in both; here it is in the reward"
+        return None
+    return {"loss.reference_policy_kl_penalty": settings.get(f"{_ACTOR}kl_loss_coef", 0.001) if value else 0.0}
+
+
+def _convert_kl_in_reward(value: Any, settings: Settings) -> Converted:
+    if not value:
+        return None
+    if settings.get(_ESTIMATOR) not in ("gae", "reinforce_plus_plus"):
+        return f"{_ESTIMATOR}={settings.get(_ESTIMATOR)} reads one reward per sample, which has no KL of tokens"
+    return {
+        "loss.use_kl_in_reward": True,
+        "loss.reference_policy_kl_penalty": settings.get("algorithm.kl_ctrl.kl_coef", 0.001),
+    }
+
+
+def _convert_batch(value: Any, settings: Settings) -> Converted:
+    return {"train.global_batch_size": value * settings.get(f"{_ROLLOUT}n", 1)}
+
+
+def _convert_reward(value: Any, settings: Settings) -> Converted:
+    name = settings.get("custom_reward_function.name", "compute_score")
+    return {"reward.functions": [{"name": f"{value}:{name}"}]}
+
+
+def _convert_truncation(value: Any, settings: Settings) -> Converted:
+    if value != "token":
+        return "only `token` has a counterpart; loss.sequence_rejection_type rejects sequences"
+    return {
+        "loss.use_importance_sampling_correction": True,
+        "loss.truncated_importance_sampling_type": "tis",
+        "loss.truncated_importance_sampling_ratio": settings.get("algorithm.rollout_correction.rollout_is_threshold", 2.0),
+    }
+
+
+def _convert_lora(value: Any, settings: Settings) -> Converted:
+    return {"peft.r": value} if value else None
+
+
+def _of_lora(rank: str, key: Key) -> Key:
+    """Return a key that has an effect only if the rank is above 0."""
+    return Key(
+        key.here, key.note, lambda value, settings: key.translate(value, settings) if settings.get(rank) else None,
+    )
+
+
+def _convert_prompt_length(value: Any, settings: Settings) -> Converted:
+    return {"model.max_sequence_length": value + settings.get("data.max_response_length", 512)}
+
+
+def _convert_loggers(value: Any, settings: Settings) -> Converted:
+    names = value if isinstance(value, list) else [value]
+    here: dict[str, object] = {}
+    project, run = settings.get("trainer.project_name"), settings.get("trainer.experiment_name")
+    for name in names:
+        if name in ("wandb", "swanlab"):
+            here[f"logger.{name}"] = {"project": project, "name": run}
+        elif name == "mlflow":
+            here["logger.mlflow"] = {"experiment_name": project, "run_name": run}
+        elif name not in ("console", "tensorboard"):
+            return f"{name} has no counterpart; these do: console, tensorboard, wandb, mlflow, swanlab"
+    return here or None
+
+
+def _convert_files(here: str) -> Key:
+    def convert(value: Any, settings: Settings) -> Converted:
+        return {here: value[0] if isinstance(value, list) and len(value) == 1 else value}
+
+    return Key((here,), "verl's Parquet files are read as they are", convert)
+
+
+def _every(value: Any, settings: Settings) -> object:
+    return max(value, 0)
+
+
+def _convert_validation(value: Any, settings: Settings) -> Converted:
+    return None if value == 1 else "set `n` and `temperature` of each set of eval.sets"
+
+
+def _rows_of_optimizer(section: str, here: str) -> dict[str, Key]:
+    return {
+        f"{section}lr": same(f"{here}lr", "the default here, 1e-3, is for tiny models"),
+        f"{section}min_lr": same(f"{here}min_lr"),
+        f"{section}weight_decay": same(f"{here}weight_decay"),
+        f"{section}clip_grad": same(f"{here}clip_grad"),
+        f"{section}grad_clip": same(f"{here}clip_grad"),
+        f"{section}betas": Key(
+            (f"{here}beta1", f"{here}beta2"),
+            "",
+            lambda value, settings: {f"{here}beta1": value[0], f"{here}beta2": value[1]},
+        ),
+        f"{section}lr_warmup_steps": Key(
+            (f"{here}warmup_steps",),
+            "",
+            lambda value, settings: None if value < 0 else {f"{here}warmup_steps": value},
+        ),
+        f"{section}lr_warmup_steps_ratio": missing(
+            f"set `{here}warmup_steps`, in optimizer steps", 0, 0.0, here=(f"{here}warmup_steps",)
+        ),
+        f"{section}lr_decay_style": same(f"{here}decay_style", "`constant` there, `cosine` here by default"),
+        f"{section}lr_scheduler_type": same(f"{here}decay_style"),
+        f"{section}warmup_style": same(f"{here}decay_style"),
+        f"{section}lr_decay_steps": same(f"{here}decay_steps"),
+        f"{section}optimizer": missing(
+            "the optimizer is always Adam with decoupled weight decay", "adam", "AdamW", "adamw"
+        ),
+        f"{section}lr_warmup_init": missing("the warmup begins at 0", 0, 0.0),
+        f"{section}*": automatic("the schedule ends with the stage"),
+    }
+
+
+_LAYOUT = {
+    "tensor_model_parallel_size": same("parallel.tensor", "one layout for policy, critic and reference"),
+    "sequence_parallel": Key(
+        ("parallel.sequence",),
+        "",
+        lambda value, settings: (
+            {"parallel.sequence": value}
+            if settings.get(f"{_ACTOR}megatron.tensor_model_parallel_size", 1) > 1
+            else None
+        ),
+    ),
+    "pipeline_model_parallel_size": same("parallel.pipeline"),
+    "virtual_pipeline_model_parallel_size": same("parallel.virtual_pipeline"),
+    "context_parallel_size": same("parallel.context"),
+    "expert_model_parallel_size": same("parallel.expert"),
+    "expert_tensor_parallel_size": same("parallel.expert_tensor", "1 here by default, not the tensor-parallel degree"),
+    "use_distributed_optimizer": same("optimizer.distributed"),
+    "override_transformer_config.recompute_granularity": chosen("model.recompute", _RECOMPUTE),
+    "override_transformer_config.*": missing("set keys of `model`", False, [], "flash", ["core_attn"]),
+    "dtype": chosen("precision", {"bfloat16": "bf16", "float32": "fp32"}),
+    "param_offload": missing("the policy's weights stay on the device; see `generation.refit`", False),
+    "optimizer_offload": missing("the optimizer stays on the device", False),
+    "grad_offload": missing("gradients stay on the device", False),
+    "seed": automatic("`train.seed` decides it too"),
+    "*": automatic("any layout can load a checkpoint, and sequences are packed"),
+}
+
+KEYS: dict[str, Key] = {
+    _ESTIMATOR: Key(
+        ("algorithm", "algorithm.advantage_estimator", "algorithm.leave_one_out", "algorithm.normalize_std"),
+        "`gae` is `algorithm=ppo`; the others are `algorithm=grpo`",
+        _convert_estimator,
+    ),
+    "algorithm.norm_adv_by_std_in_grpo": only_if(_ESTIMATOR, "grpo", same("algorithm.normalize_std")),
+    "algorithm.gamma": only_if(_ESTIMATOR, "gae", same("algorithm.discount")),
+    "algorithm.lam": only_if(_ESTIMATOR, "gae", same("algorithm.gae_lambda", "1.0 there and 0.95 here by default")),
+    "algorithm.use_kl_in_reward": Key(
+        ("loss.use_kl_in_reward", "loss.reference_policy_kl_penalty"), "", _convert_kl_in_reward
+    ),
+    "algorithm.kl_penalty": only_if(
+        "algorithm.use_kl_in_reward", True, chosen("loss.reference_policy_kl_type", _KL_TYPES)
+    ),
+    "algorithm.kl_ctrl.type": missing("the coefficient is fixed", "fixed"),
+    "algorithm.kl_ctrl.kl_coef": read_with("algorithm.use_kl_in_reward", "loss.reference_policy_kl_penalty"),
+    "algorithm.kl_ctrl.*": automatic("the coefficient is fixed"),
+    "algorithm.filter_groups.enable": same("algorithm.dynamic_sampling"),
+    "algorithm.filter_groups.max_num_gen_batches": only_if(
+        "algorithm.filter_groups.enable", True, same("algorithm.dynamic_sampling_max_rounds", unused=(None, 0))
+    ),
+    "algorithm.filter_groups.metric": automatic("groups are compared by their rewards"),
+    "algorithm.rollout_correction.rollout_is": Key(
+        (
+            "loss.use_importance_sampling_correction",
+            "loss.truncated_importance_sampling_type",
+            "loss.truncated_importance_sampling_ratio",
+        ),
+        "",
+        _convert_truncation,
+    ),
+    "algorithm.rollout_correction.rollout_is_threshold": read_with(
+        "algorithm.rollout_correction.rollout_is", "loss.truncated_importance_sampling_ratio"
+    ),
+    "algorithm.rollout_correction.rollout_rs": missing(
+        "set `loss.sequence_rejection_type`: geometric or k3", here=("loss.sequence_rejection_type",)
+    ),
+    "algorithm.rollout_correction.rollout_rs_threshold": missing(
+        "set `loss.sequence_rejection_max`", here=("loss.sequence_rejection_max",)
+    ),
+    "algorithm.rollout_correction.bypass_mode": Key(
+        ("rollout.importance_correction",),
+        "with `rollout.async_enabled`",
+        lambda value, settings: "set rollout.importance_correction=engine with rollout.async_enabled=true",
+        (None, False),
+    ),
+    "algorithm.rollout_correction.*": automatic("the correction is of the loss"),
+    "algorithm.use_pf_ppo": missing("samples are not weighted again", False),
+    "algorithm.pf_ppo.*": read_with("algorithm.use_pf_ppo"),
+    "data.train_files": _convert_files("data.path"),
+    "data.val_files": _convert_files("data.eval_path"),
+    "data.train_batch_size": same("algorithm.prompts_per_step", "prompts"),
+    "data.max_response_length": same("generation.max_new_tokens", "32 here by default"),
+    "data.max_prompt_length": Key(
+        ("model.max_sequence_length",), "prompt and completion together", _convert_prompt_length
+    ),
+    "data.truncation": Key(
+        ("data.too_long",),
+        "`truncate` cuts a prompt at its beginning",
+        lambda value, settings: (
+            None
+            if settings.get("data.filter_overlong_prompts")
+            else chosen("data.too_long", {"error": "error", "left": "truncate"}).translate(value, settings)
+        ),
+    ),
+    "data.filter_overlong_prompts": if_true({"data.too_long": "drop"}),
+    "data.prompt_key": Key(
+        ("data.columns",),
+        "",
+        lambda value, settings: None if value == "prompt" else {"data.columns": {"prompt": value}},
+    ),
+    "data.seed": same("train.seed"),
+    "data.shuffle": missing("training data are always shuffled", True),
+    "data.val_max_samples": same("data.num_eval_examples", unused=(None, -1)),
+    "data.train_max_samples": missing("write the records to use to a file of their own", -1),
+    "data.apply_chat_template_kwargs": same("data.chat_template_kwargs", unused=(None, {})),
+    "data.apply_chat_template_kwargs.*": missing(
+        "set `data.chat_template_kwargs`", here=("data.chat_template_kwargs",)
+    ),
+    "data.custom_cls.path": missing("register a data source of your own: docs/extending.md"),
+    "data.sampler.class_path": missing("set `data.mix_weights` for a curriculum", here=("data.mix_weights",)),
+    "data.*": automatic("files are read as they are, by one process per node"),
+    f"{_MODEL}path": initial_model(),
+    f"{_MODEL}tokenizer_path": same("tokenizer.path"),
+    f"{_MODEL}custom_chat_template": same("data.chat_template"),
+    f"{_MODEL}use_fused_kernels": same("train.fused_head", unused=(None, False)),
+    f"{_MODEL}enable_gradient_checkpointing": Key(
+        ("model.recompute",),
+        "of the FSDP trainer",
+        lambda value, settings: (
+            {"model.recompute": "full"} if value and settings.get(f"{_ACTOR}strategy") in ("fsdp", "fsdp2") else None
+        ),
+    ),
+    f"{_MODEL}enable_activation_offload": missing("set `model.recompute`", False, here=("model.recompute",)),
+    f"{_MODEL}lora_rank": Key(("peft.r",), "0 is off", _convert_lora),
+    f"{_MODEL}lora_alpha": _of_lora(f"{_MODEL}lora_rank", same("peft.lora_alpha")),
+    f"{_MODEL}target_modules": _of_lora(f"{_MODEL}lora_rank", same("peft.target_modules")),
+    f"{_MODEL}exclude_modules": _of_lora(f"{_MODEL}lora_rank", same("peft.exclude_modules")),
+    f"{_MODEL}lora.rank": Key(("peft.r",), "0 is off", _convert_lora),
+    f"{_MODEL}lora.alpha": _of_lora(f"{_MODEL}lora.rank", same("peft.lora_alpha")),
+    f"{_MODEL}lora.dropout": _of_lora(f"{_MODEL}lora.rank", same("peft.lora_dropout")),
+    f"{_MODEL}lora.target_modules": _of_lora(
+        f"{_MODEL}lora.rank",
+        missing("modules have their Hugging Face names, such as q_proj", here=("peft.target_modules",)),
+    ),
+    f"{_MODEL}lora.*": automatic("A starts randomly and B at 0"),
+    f"{_MODEL}lora_adapter_path": missing("import the adapter: `rl-megatron convert import ADAPTER … --base CHECKPOINT`"),
+    f"{_MODEL}*": automatic("`rl-megatron convert import` reads the shape of the model"),
+    f"{_ACTOR}ppo_mini_batch_size": Key(
+        ("train.global_batch_size",), "verl counts prompts, and we count sequences", _convert_batch
+    ),
+    f"{_ACTOR}ppo_micro_batch_size": missing("set `train.micro_batch_size`", here=("train.micro_batch_size",)),
+    f"{_ACTOR}ppo_micro_batch_size_per_gpu": Key(
+        ("train.micro_batch_size",),
+        "with `train.batching=padded`",
+        lambda value, settings: (
+            None
+            if settings.get(f"{_ACTOR}use_dynamic_bsz")
+            else {"train.batching": "padded", "train.micro_batch_size": value}
+        ),
+    ),
+    f"{_ACTOR}use_dynamic_bsz": if_true({"train.batching": "packed"}, "the default here"),
+    f"{_ACTOR}ppo_max_token_len_per_gpu": only_if(
+        f"{_ACTOR}use_dynamic_bsz", True, same("train.micro_batch_tokens")
+    ),
+    f"{_ACTOR}ppo_epochs": same("algorithm.updates_per_rollout"),
+    f"{_ACTOR}clip_ratio": Key(
+        ("loss.ratio_clip_min", "loss.ratio_clip_max"),
+        "",
+        lambda value, settings: {
+            here: value
+            for here, side in (("loss.ratio_clip_min", "low"), ("loss.ratio_clip_max", "high"))
+            if f"{_ACTOR}clip_ratio_{side}" not in settings
+        }
+        or None,
+    ),
+    f"{_ACTOR}clip_ratio_low": same("loss.ratio_clip_min"),
+    f"{_ACTOR}clip_ratio_high": same("loss.ratio_clip_max"),
+    f"{_ACTOR}clip_ratio_c": Key(
+        ("loss.ratio_clip_c",),
+        "3.0 there and off here by default",
+        lambda value, settings: None if settings.get(_MODE) in _WITHOUT_DUAL_CLIP else {"loss.ratio_clip_c": value},
+    ),
+    f"{_ACTOR}loss_agg_mode": Key(("loss.token_level_loss", "loss.fixed_sequence_length"), "", _convert_average),
+    f"{_ACTOR}loss_scale_factor": read_with(f"{_ACTOR}loss_agg_mode", "loss.fixed_sequence_length"),
+    _MODE: Key(
+        (
+            "loss.sequence_level_importance_ratios",
+            "loss.use_gmpo",
+            "loss.use_sapo",
+            "loss.use_cispo",
+            "loss.use_clip_cov",
+            "loss.use_kl_cov",
+        ),
+        "`gspo`, `geo_mean`, `sapo`, `cispo`, `clip_cov`, `kl_cov`",
+        _convert_mode,
+    ),
+    f"{_ACTOR}policy_loss.clip_cov_ratio": only_if(_MODE, "clip_cov", same("loss.clip_cov_ratio")),
+    f"{_ACTOR}policy_loss.clip_cov_lb": only_if(_MODE, "clip_cov", same("loss.clip_cov_min")),
+    f"{_ACTOR}policy_loss.clip_cov_ub": only_if(_MODE, "clip_cov", same("loss.clip_cov_max")),
+    f"{_ACTOR}policy_loss.kl_cov_ratio": only_if(_MODE, "kl_cov", same("loss.kl_cov_ratio")),
+    f"{_ACTOR}policy_loss.ppo_kl_coef": only_if(_MODE, "kl_cov", same("loss.kl_cov_coef")),
+    f"{_ACTOR}tau_pos": only_if(_MODE, "sapo", same("loss.sapo_temperature_pos")),
+    f"{_ACTOR}tau_neg": only_if(_MODE, "sapo", same("loss.sapo_temperature_neg")),
+    f"{_ACTOR}entropy_coeff": same("loss.entropy_coeff"),
+    f"{_ACTOR}use_kl_loss": Key(("loss.reference_policy_kl_penalty",), "0 is off", _convert_kl),
+    f"{_ACTOR}kl_loss_coef": read_with(f"{_ACTOR}use_kl_loss", "loss.reference_policy_kl_penalty"),
+    f"{_ACTOR}kl_loss_type": only_if(
+        f"{_ACTOR}use_kl_loss", True, chosen("loss.reference_policy_kl_type", _KL_TYPES)
+    ),
+    f"{_ACTOR}grad_clip": same("optimizer.clip_grad"),
+    f"{_ACTOR}ulysses_sequence_parallel_size": same("parallel.context", unused=(None, 1)),
+    f"{_ACTOR}router_replay.mode": Key(
+        ("generation.router_replay",),
+        "",
+        lambda value, settings: None if value == "disabled" else {"generation.router_replay": True},
+    ),
+    f"{_ACTOR}checkpoint.async_save": same("train.async_save"),
+    f"{_ACTOR}checkpoint.*": automatic("a checkpoint has everything; `train.export_hf` also exports it"),
+    f"{_ACTOR}strategy": automatic("models always run on megatron-core"),
+    f"{_ACTOR}fsdp_config.*": automatic("models always run on megatron-core; `optimizer.distributed` shards its state"),
+    f"{_ACTOR}profiler.*": automatic("set `profile.steps`"),
+    f"{_ACTOR}*": automatic("it is chosen here, or changes no result"),
+    **_rows_of_optimizer(f"{_ACTOR}optim.", "optimizer."),
+    **{f"{_ACTOR}megatron.{name}": row for name, row in _LAYOUT.items()},
+    "actor_rollout_ref.ref.megatron.param_offload": if_true({"train.reference": "offload"}),
+    "actor_rollout_ref.ref.fsdp_config.param_offload": if_true({"train.reference": "offload"}),
+    "actor_rollout_ref.ref.*": automatic("the reference uses the policy's layout and microbatches"),
+    "actor_rollout_ref.nccl_timeout": computed(
+        "train.collective_timeout_minutes", lambda value, settings: value / 60, "seconds there"
+    ),
+    "actor_rollout_ref.hybrid_engine": automatic("`generation.engine` and `generation.refit` decide it"),
+    _ENGINE: chosen("generation.engine", {"vllm": "vllm", "sglang": "sglang", "hf": "transformers"}),
+    f"{_ROLLOUT}n": same("algorithm.samples_per_prompt"),
+    f"{_ROLLOUT}temperature": same("generation.temperature"),
+    f"{_ROLLOUT}top_p": same("generation.top_p"),
+    f"{_ROLLOUT}top_k": computed("generation.top_k", _every, "off is 0 here, -1 there"),
+    f"{_ROLLOUT}tensor_model_parallel_size": Key(
+        ("generation.vllm.tensor_parallel_size", "generation.sglang.tp_size"),
+        "",
+        lambda value, settings: (
+            {"generation.sglang.tp_size": value}
+            if settings.get(_ENGINE) == "sglang"
+            else {"generation.vllm.tensor_parallel_size": value}
+            if settings.get(_ENGINE) == "vllm"
+            else None
+        ),
+    ),
+    f"{_ROLLOUT}gpu_memory_utilization": Key(
+        ("generation.vllm.gpu_memory_utilization", "generation.sglang.mem_fraction_static"),
+        "",
+        lambda value, settings: (
+            {"generation.sglang.mem_fraction_static": value}
+            if settings.get(_ENGINE) == "sglang"
+            else {"generation.vllm.gpu_memory_utilization": value}
+            if settings.get(_ENGINE) == "vllm"
+            else None
+        ),
+    ),
+    f"{_ROLLOUT}enforce_eager": only_if(_ENGINE, "vllm", same("generation.vllm.enforce_eager")),
+    f"{_ROLLOUT}max_model_len": only_if(_ENGINE, "vllm", same("generation.vllm.max_model_len")),
+    f"{_ROLLOUT}max_num_seqs": only_if(_ENGINE, "vllm", same("generation.vllm.max_num_seqs")),
+    f"{_ROLLOUT}max_num_batched_tokens": only_if(_ENGINE, "vllm", same("generation.vllm.max_num_batched_tokens")),
+    f"{_ROLLOUT}free_cache_engine": Key(
+        ("generation.refit",),
+        "`shared_memory`: the servers run on the policy's GPUs",
+        lambda value, settings: (
+            {"generation.refit": "shared_memory"} if value and settings.get(_ENGINE) in ("vllm", "sglang") else None
+        ),
+    ),
+    f"{_ROLLOUT}update_weights_bucket_megabytes": same("generation.refit_bucket_mb"),
+    f"{_ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes": same("generation.refit_bucket_mb"),
+    f"{_ROLLOUT}enable_rollout_routing_replay": same("generation.router_replay", unused=(None, False)),
+    f"{_ROLLOUT}val_kwargs.n": Key(("eval.sets",), "of each set", _convert_validation),
+    f"{_ROLLOUT}val_kwargs.*": automatic("the evaluation on held-out data is greedy; sets of `eval.sets` have their own"),
+    f"{_ROLLOUT}multi_turn.enable": missing(
+        "set `rollout.worker=conversation` with `rollout.tools.functions` or `rollout.environment.name`",
+        False,
+        here=("rollout.worker", "rollout.tools.functions", "rollout.environment.name"),
+    ),
+    f"{_ROLLOUT}multi_turn.max_assistant_turns": only_if(
+        f"{_ROLLOUT}multi_turn.enable", True, missing("set `rollout.max_turns`", here=("rollout.max_turns",))
+    ),
+    f"{_ROLLOUT}multi_turn.tool_config_path": only_if(
+        f"{_ROLLOUT}multi_turn.enable",
+        True,
+        missing("name functions in `rollout.tools.functions`", here=("rollout.tools.functions",)),
+    ),
+    f"{_ROLLOUT}multi_turn.format": read_with(f"{_ROLLOUT}multi_turn.enable", "rollout.tools.format"),
+    f"{_ROLLOUT}multi_turn.*": read_with(f"{_ROLLOUT}multi_turn.enable"),
+    f"{_ROLLOUT}engine_kwargs.*": missing(
+        "write them as arguments in `generation.vllm.extra_args` or `generation.sglang.extra_args`",
+        here=("generation.vllm.extra_args", "generation.sglang.extra_args"),
+    ),
+    f"{_ROLLOUT}quantization": missing("the engine has the policy's precision"),
+    f"{_ROLLOUT}*": automatic("it is chosen here, or changes no result"),
+    "custom_reward_function.path": Key(
+        ("reward.functions",), "functions written for verl run as they are", _convert_reward
+    ),
+    "custom_reward_function.name": read_with("custom_reward_function.path", "reward.functions"),
+    "custom_reward_function.reward_kwargs.*": missing("write them as `kwargs` of the function in `reward.functions`"),
+    "reward_model.enable": missing(
+        "add {name: reward_model, kwargs: {hf: DIRECTORY}} to `reward.functions`", False, here=("reward.functions",)
+    ),
+    "reward_model.reward_manager": missing(
+        "rewards are functions; the reward function `overlong` has the penalty of `dapo`",
+        "naive",
+        "batch",
+        "prime",
+        here=("reward.functions",),
+    ),
+    "reward_model.model.path": read_with("reward_model.enable", "reward.functions"),
+    "reward_model.*": automatic("a reward model uses the policy's layout"),
+    "reward_manager.*": automatic("rewards are functions"),
+    **_rows_of_optimizer("critic.optim.", "algorithm.critic_optimizer."),
+    "critic.cliprange_value": same("algorithm.value_clip"),
+    "critic.model.path": Key(
+        (),
+        "the critic starts from the policy's weights",
+        lambda value, settings: (
+            None if value == settings.get(f"{_MODEL}path") else "the critic starts from the policy's weights"
+        ),
+    ),
+    "critic.ppo_mini_batch_size": automatic("the critic learns from the policy's batches"),
+    "critic.*": automatic("the critic uses the policy's layout and microbatches"),
+    "trainer.total_training_steps": same("train.steps", "rollout steps"),
+    "trainer.total_epochs": Key(
+        ("train.steps",),
+        "`train.steps` counts rollout steps",
+        lambda value, settings: (
+            "set train.steps: epochs · prompts / data.train_batch_size"
+            if settings.get("trainer.total_training_steps") is None
+            else None
+        ),
+    ),
+    "trainer.test_freq": computed("train.eval_every", _every, "0 here is -1 there"),
+    "trainer.save_freq": computed("train.save_every", _every, "0 here is -1 there"),
+    "trainer.val_before_train": automatic("the first evaluation always happens"),
+    "trainer.critic_warmup": only_if(_ESTIMATOR, "gae", same("algorithm.critic_warmup_steps")),
+    "trainer.default_local_dir": same("output_dir"),
+    "trainer.max_actor_ckpt_to_keep": same("train.keep_checkpoints"),
+    "trainer.resume_mode": chosen("resume", {"auto": True, "disable": False}),
+    "trainer.resume_from_path": missing("set `init_from` to a checkpoint", here=("init_from",)),
+    "trainer.logger": Key(
+        ("logger.wandb", "logger.mlflow", "logger.swanlab"), "several at once", _convert_loggers
+    ),
+    "trainer.project_name": read_with("trainer.logger", "logger.wandb.project"),
+    "trainer.experiment_name": read_with("trainer.logger", "logger.wandb.name"),
+    "trainer.rollout_data_dir": Key(
+        ("rollout.save_every",), "files in `output_dir`", lambda value, settings: {"rollout.save_every": 1}
+    ),
+    "trainer.log_val_generations": missing(
+        "set `rollout.save_every`; `rl-megatron rollouts` shows them", 0, here=("rollout.save_every",)
+    ),
+    "trainer.n_gpus_per_node": missing("start the run by `torchrun --nproc-per-node N -m rl_megatron train`"),
+    "trainer.nnodes": missing("start the run by `torchrun --nnodes N`, or by scripts/train.slurm", 1),
+    "trainer.device": automatic("`device=auto` finds a GPU"),
+    "trainer.balance_batch": automatic("tokens are balanced over the ranks"),
+    "trainer.*": automatic("there is no controller process"),
+    "global_profiler.steps": same("profile.steps"),
+    "global_profiler.*": automatic("set `profile.steps`"),
+    "ray_kwargs.*": automatic("there is no Ray"),
+    "ray_init.*": automatic("there is no Ray"),
+    "transfer_queue.*": automatic("there is no controller process"),
+}
+
+DEFAULTS: dict[str, Any] = {
+    _ESTIMATOR: "gae",
+    "algorithm.lam": 1.0,
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    f"{_ACTOR}ppo_mini_batch_size": 256,
+    f"{_ACTOR}clip_ratio_c": 3.0,
+    f"{_ACTOR}use_kl_loss": False,
+    f"{_ACTOR}optim.lr": 1e-6,
+    f"{_ACTOR}optim.lr_decay_style": "constant",
+    f"{_ACTOR}optim.betas": [0.9, 0.999],
+    f"{_ACTOR}megatron.dtype": "bfloat16",
+    f"{_ROLLOUT}n": 1,
+    "critic.optim.lr": 1e-5,
+    "critic.optim.lr_decay_style": "constant",
+    "critic.optim.betas": [0.9, 0.999],
+    "critic.cliprange_value": 0.5,
+    "trainer.total_epochs": 30,
+}
+
+
+def _find_unread(settings: Settings) -> dict[str, str]:
+    unread = {} if settings.get(_ESTIMATOR) == "gae" else {"critic.": f"{_ESTIMATOR} is not gae"}
+    if not settings.get("reward_model.enable"):
+        unread["reward_model.model."] = "reward_model.enable is not true"
+    return unread
+
+
+LIBRARY = Library("verl", KEYS, DEFAULTS, _find_unread)
