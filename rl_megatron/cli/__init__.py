@@ -59,6 +59,10 @@ def _run_without_configuration(parsed: argparse.Namespace) -> int:
         from rl_megatron.cli.report import compare, report
 
         return report(parsed.path) if parsed.command == "report" else compare(parsed.paths, parsed.output)
+    if parsed.command == "migrate":
+        from rl_megatron.cli.migrate import migrate
+
+        return migrate(parsed.file, parsed.library, parsed.output)
     from rl_megatron.config.loading.registry import import_plugins
 
     import_plugins(parsed.plugin, Path(parsed.config_dir) if parsed.config_dir else None)

@@ -22,7 +22,7 @@ COMPOSED = {
     "show-batch": "show every token that the model sees in a step, with its loss mask, or the prompts of a step",
 }
 # The commands that read no configuration.
-WITHOUT_CONFIGURATION = ("rollouts", "report", "compare", "inspect", "convert")
+WITHOUT_CONFIGURATION = ("rollouts", "report", "compare", "inspect", "convert", "migrate")
 _CONVERSIONS = {
     "import": ("HF_DIR", "CHECKPOINT", "make a checkpoint, which any layout can load, from a Hugging Face directory"),
     "export": ("CHECKPOINT", "HF_DIR", "make a Hugging Face directory, which transformers can load, from a checkpoint"),
@@ -35,6 +35,7 @@ _EXAMPLES = """examples:
   rl-megatron doctor experiment=quickstart
   rl-megatron convert import path/to/Qwen2.5-0.5B checkpoints/qwen
   rl-megatron convert export outputs/run/checkpoints/sft/step-000100 exported
+  rl-megatron migrate grpo_math_1B.yaml --output my_configs/experiment/math.yaml
   rl-megatron show-batch experiment=gsm8k_sft data.path=path/to/gsm8k --html batch.html
   rl-megatron generate init_from=outputs/run/checkpoints/sft/step-000100 --prompts prompts.jsonl --output out.jsonl
   rl-megatron serve experiment=mine generation.engine=vllm --host 0.0.0.0 --port 8000
@@ -126,6 +127,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print JSON")
     _add_plugins(inspect)
     _add_convert(commands)
+    _add_migrate(commands)
     return parser
 
 
@@ -255,6 +257,18 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
             base = "for adapters in peft's format: the checkpoint of the model that they were trained on"
             direction.add_argument("--base", metavar="CHECKPOINT", help=base)
         _add_plugins(direction)
+
+
+def _add_migrate(commands: argparse._SubParsersAction) -> None:
+    help_text = "print an experiment with the settings of a file for NeMo RL, verl or TRL"
+    command = commands.add_parser("migrate", help=help_text)
+    file = "a YAML file of NeMo RL or verl, or a script of TRL, which is read and not executed"
+    command.add_argument("file", type=Path, metavar="FILE", help=file)
+    libraries = ("nemo_rl", "verl", "trl")
+    recognised = "the library of the file; by default recognised by its keys"
+    command.add_argument("--from", dest="library", choices=libraries, help=recognised)
+    output = "write the experiment to this file, which must not exist, instead of printing it"
+    command.add_argument("--output", type=Path, metavar="FILE", help=output)
 
 
 def _add_plugins(command: argparse.ArgumentParser) -> None:

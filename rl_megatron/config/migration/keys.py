@@ -14,6 +14,16 @@ Converted = Mapping[str, object] | str | None
 Convert = Callable[[Any, Settings], Converted]
 
 
+@dataclass(frozen=True)
+class Expression:
+    """A value that a file computes, and that is not known before it runs."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 class _Everything:
     """A container of all values."""
 
@@ -41,6 +51,8 @@ class Key:
         """Return the keys here for this value, a sentence if it has no counterpart, or None."""
         if value in self.unused:
             return None
+        if isinstance(value, Expression):
+            return f"the file computes this value; set {' or '.join(self.here)}" if self.here else self.note
         if self.convert is not None:
             return self.convert(value, settings)
         return {self.here[0]: value} if self.here else self.note
@@ -81,9 +93,9 @@ def missing(note: str, *unused: object, here: tuple[str, ...] = ()) -> Key:
     return Key(here, note, lambda value, settings: note, (None, *unused))
 
 
-def automatic(note: str) -> Key:
+def automatic(note: str, *here: str) -> Key:
     """Return a key that needs no counterpart, because it changes no result or is always as wanted."""
-    return Key((), note, unused=_Everything())
+    return Key(here, note, unused=_Everything())
 
 
 def read_with(other: str, *here: str) -> Key:

@@ -168,7 +168,7 @@ _DPO_KEYS = (
     "reference_policy_kl_penalty preference_loss_weight sft_loss_weight preference_average_log_probs "
     "sft_average_log_probs"
 ).split()
-_SECTIONS = {
+SECTIONS = {
     "grpo": {"algorithm": "grpo"},
     "dpo": {"algorithm": "dpo", "loss": "dpo"},
     "sft": {"algorithm": "sft"},
@@ -180,7 +180,7 @@ _SECTIONS = {
 def _rows_of_every_algorithm(section: str) -> dict[str, Key]:
     """Return the rows of keys that the sections of all algorithms have."""
     return {
-        f"{section}": Key(tuple(_SECTIONS[section]), "", lambda value, settings: _SECTIONS[section]),
+        f"{section}": Key(tuple(SECTIONS[section]), "", lambda value, settings: SECTIONS[section]),
         f"{section}.max_num_steps": same("train.steps"),
         f"{section}.max_num_epochs": steps_only(),
         f"{section}.val_period": same("train.eval_every"),
@@ -276,7 +276,7 @@ def _rows_of_dtensor() -> dict[str, Key]:
 
 
 KEYS: dict[str, Key] = {
-    **{name: row for section in _SECTIONS for name, row in _rows_of_every_algorithm(section).items()},
+    **{name: row for section in SECTIONS for name, row in _rows_of_every_algorithm(section).items()},
     "grpo.num_prompts_per_step": same("algorithm.prompts_per_step"),
     "grpo.num_generations_per_prompt": same("algorithm.samples_per_prompt"),
     _ESTIMATOR: Key(("algorithm.advantage_estimator",), "", _convert_estimator),

@@ -26,7 +26,7 @@ _ROLLOUT = "actor_rollout_ref.rollout."
 _MODEL = "actor_rollout_ref.model."
 _ESTIMATOR = "algorithm.adv_estimator"
 _ENGINE = f"{_ROLLOUT}name"
-_KL_TYPES = {"kl": "k1", "k1": "k1", "abs": None, "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_KL_TYPES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 _RECOMPUTE = {"full": "full", "selective": "selective"}
 _ESTIMATORS: dict[object, dict[str, object]] = {
     "gae": {"algorithm": "ppo"},
@@ -541,6 +541,10 @@ KEYS: dict[str, Key] = {
     "trainer.*": automatic("there is no controller process"),
     "global_profiler.steps": same("profile.steps"),
     "global_profiler.*": automatic("set `profile.steps`"),
+    "defaults": missing(
+        "included files are not read: write the whole configuration to a file by adding --cfg job to verl's command"
+    ),
+    "hydra.*": automatic("`output_dir` is the directory of the run"),
     "ray_kwargs.*": automatic("there is no Ray"),
     "ray_init.*": automatic("there is no Ray"),
     "transfer_queue.*": automatic("there is no controller process"),
