@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -15,55 +16,34 @@ from hydra.errors import OverrideParseException
 from rl_megatron.config import schema
 from rl_megatron.config.commands import format_list_override, format_override
 from rl_megatron.config.errors import nearest
+from rl_megatron.config.migration import nemo_rl, trl, verl
 
+TABLES = (trl.LIBRARY, nemo_rl.LIBRARY, verl.LIBRARY)
 OPEN_SECTIONS = ("stages.", "algorithm.", "data.")  # sections whose keys depend on a name in the section
 _MOST = 2  # keys that one hint names
-# Names in TRL, verl, NeMo RL and Transformers → the keys here. Only messages about unknown keys use them.
+# Names in other libraries → the keys here, besides those of the tables in config/migration. Only messages about unknown
+# keys use them.
 NAMES_ELSEWHERE = {
     "beta": ("loss.reference_policy_kl_penalty",),
-    "kl_coef": ("loss.reference_policy_kl_penalty",),
-    "kl_loss_coef": ("loss.reference_policy_kl_penalty",),
-    "epsilon": ("loss.ratio_clip_min", "loss.ratio_clip_max"),
-    "clip_range": ("loss.ratio_clip_min", "loss.ratio_clip_max"),
-    "clip_ratio": ("loss.ratio_clip_min", "loss.ratio_clip_max"),
-    "num_generations": ("algorithm.samples_per_prompt",),
     "n": ("algorithm.samples_per_prompt",),
-    "max_rollout_turns": ("rollout.max_turns",),
+    "model.path": ("init_from",),
+    "kl_coef": ("loss.reference_policy_kl_penalty",),
+    "clip_range": ("loss.ratio_clip_min", "loss.ratio_clip_max"),
     "async_grpo": ("rollout.async_enabled",),
-    "async_grpo.enabled": ("rollout.async_enabled",),
-    "max_trajectory_age_steps": ("rollout.max_trajectory_age_steps",),
-    "in_flight_weight_updates": ("rollout.in_flight_weight_updates",),
-    "recompute_kv_cache_after_weight_updates": ("rollout.recompute_kv_cache_after_weight_updates",),
     "partial_rollout": ("rollout.partial",),
     "over_sampling_batch_size": ("rollout.over_sampling",),
     "staleness_threshold": ("rollout.max_trajectory_age_steps",),
     "max_head_offpolicyness": ("rollout.max_trajectory_age_steps",),
     "max_off_policy_steps": ("rollout.max_trajectory_age_steps",),
-    "learning_rate": ("optimizer.lr",),
     "lr": ("optimizer.lr",),
-    "max_completion_length": ("generation.max_new_tokens",),
-    "max_response_length": ("generation.max_new_tokens",),
     "max_tokens": ("generation.max_new_tokens",),
-    "temperature": ("generation.temperature",),
-    "top_p": ("generation.top_p",),
-    "top_k": ("generation.top_k",),
-    "max_prompt_length": ("model.max_sequence_length",),
-    "max_length": ("model.max_sequence_length",),
     "max_seq_length": ("model.max_sequence_length",),
-    "train_files": ("data.path",),
     "dataset": ("data.path",),
     "dataset_path": ("data.path",),
-    "per_device_train_batch_size": ("train.micro_batch_size",),
-    "gradient_accumulation_steps": ("train.global_batch_size",),
-    "max_steps": ("train.steps",),
-    "save_steps": ("train.save_every",),
     "checkpoint.export_hf": ("train.export_hf",),
-    "eval_steps": ("train.eval_every",),
     "logging": ("metric_sinks",),
-    "report_to": ("logger.wandb", "logger.mlflow"),
     "wandb": ("logger.wandb",),
     "mlflow": ("logger.mlflow",),
-    "model.path": ("init_from",),
     "model_name_or_path": ("init_from",),
     "pretrained": ("init_from",),
     "peft_config": ("peft.r",),
@@ -71,10 +51,7 @@ NAMES_ELSEWHERE = {
     "peft.alpha": ("peft.lora_alpha",),
     "peft.dropout": ("peft.lora_dropout",),
     "lora_r": ("peft.r",),
-    "lora_rank": ("peft.r",),
-    "lora_alpha": ("peft.lora_alpha",),
     "lora_target_modules": ("peft.target_modules",),
-    "target_modules": ("peft.target_modules",),
 }
 _REMARKS = {
     "init_from": " It takes a checkpoint, which `rl-megatron convert import` makes from a Hugging Face directory"
@@ -100,6 +77,9 @@ def suggest_key(key: str, keys: Iterable[str]) -> str:
     refused = next((why for name, why in _UNSUPPORTED.items() if key == name or key.endswith(f".{name}")), None)
     if refused is not None:
         return f"; {refused}"
+    row = next((table.keys[key] for table in TABLES if key in table.keys), None)
+    if row is not None and not (row.here and row.is_translated):
+        return f"; {row.note}"
     keys = sorted({path for path in keys if ("[]" in path) == ("[]" in key)})
     section, _, name = key.rpartition(".")
     siblings = [path for path in keys if path.rpartition(".")[0] == section]
@@ -107,10 +87,11 @@ def suggest_key(key: str, keys: Iterable[str]) -> str:
     similar = [names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.65)]
     elsewhere = [path for path in keys if path.rpartition(".")[2] == name]
     elsewhere.sort(key=lambda path: -difflib.SequenceMatcher(None, key, path).ratio())
-    peers = NAMES_ELSEWHERE.get(".".join(key.split(".")[-2:])) or NAMES_ELSEWHERE.get(name, ())
-    meant = list(dict.fromkeys((*peers, *elsewhere, *similar))) or difflib.get_close_matches(
+    meant = list(dict.fromkeys((*_find_elsewhere(key), *elsewhere, *similar))) or difflib.get_close_matches(
         key, siblings or keys, n=1, cutoff=0.75
     )
+    if row is not None:
+        meant = list(row.here)
     if meant[:1] and meant[0] in _REMARKS:
         meant = meant[:1]
     if meant:
@@ -118,6 +99,25 @@ def suggest_key(key: str, keys: Iterable[str]) -> str:
     if siblings and section:
         return f"; {section} has the keys {', '.join(names)}"
     return f"; known: {', '.join(path for path in keys if '.' not in path) or ', '.join(keys) or 'none'}"
+
+
+def _find_elsewhere(key: str) -> tuple[str, ...]:
+    """Return the keys here of a key that ends as one of another library does."""
+    *_, name = parts = key.split(".")
+    known = _endings() | NAMES_ELSEWHERE
+    return known.get(".".join(parts[-2:])) or known.get(name, ())
+
+
+@cache
+def _endings() -> dict[str, tuple[str, ...]]:
+    """Return the keys here by the last one and two names of other libraries' keys, if all keys with them agree."""
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for table in TABLES:
+        for key, row in table.keys.items():
+            parts = key.split(".")
+            for ending in {parts[-1], ".".join(parts[-2:])} if "*" not in key else ():
+                found.setdefault(ending, set()).add(row.here)
+    return {ending: next(iter(rows)) for ending, rows in found.items() if len(rows) == 1 and rows != {()}}
 
 
 def tree_paths(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:

@@ -13,6 +13,7 @@ from rl_megatron.config.errors import shorten_value
 from rl_megatron.config.migration.keys import Expression
 from rl_megatron.config.migration.read import Source
 
+_DEFAULT = "default of "
 _PRESETS = ("model", "loss", "algorithm")  # keys whose value chooses a file of the group of their name
 _ORDER = ("output_dir", "init_from", "resume", *(name.name for name in fields(schema.StageConfig)), "metric_sinks")
 
@@ -58,9 +59,9 @@ def translate(source: Source) -> Translation:
         if isinstance(converted, str):
             result.missing.append((f"{setting} (default)" if is_default else setting, converted))
         for here, entry in converted.items() if isinstance(converted, Mapping) else ():
-            is_same = entry == value or key in (entry, here) or value is True and "." not in key
-            origin = key if is_same else setting
-            _add(result, here, entry, f"default of {library.name}: {setting}" if is_default else origin)
+            is_short = entry == value or isinstance(value, list | dict) or key in library.sections
+            origin = key if is_short else f"{setting} ({row.note})" if row.note else setting
+            _add(result, here, entry, f"{_DEFAULT}{library.name}: {setting}" if is_default else origin)
     return result
 
 
@@ -75,11 +76,11 @@ def _add(result: Translation, here: str, value: Any, origin: str) -> None:
     elif isinstance(present, dict) and isinstance(value, dict):
         result.values[here] = {**value, **present}
     elif present != value:
-        if here not in _PRESETS and not origin.startswith("default of "):
+        if here not in _PRESETS and not origin.startswith(_DEFAULT):
             first = result.origins[here][0]
             result.missing.append((origin, f"it sets {here} too, which is {_show(present)} by {first}; choose one"))
         return
-    if not origin.startswith("default of "):
+    if not origin.startswith(_DEFAULT):
         result.origins[here].append(origin)
 
 
@@ -95,8 +96,8 @@ def _header(source: Source, result: Translation) -> Iterator[str]:
     yield f"# {str(algorithm).upper()} as in {source.file}, a file for {source.library.name}."
     yield "# Save it as DIR/experiment/NAME.yaml, and run: rl-megatron train --config-dir DIR experiment=NAME"
     if result.values.get("model") == "init_from":
-        name = result.origins["model"][0].partition("=")[2]
-        yield f"# First import the weights: rl-megatron convert import {name} {result.values['init_from']}"
+        yield "# First import the model's directory, which `hf download` writes:"
+        yield f"# rl-megatron convert import DIRECTORY {result.values['init_from']}"
     yield "defaults:"
     for preset in _PRESETS:
         if preset in result.values:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 # The settings of a file: its values by their dotted keys, with the library's defaults.
@@ -40,12 +40,14 @@ class Key:
         note: How its meaning differs or, if it has no counterpart, why, and what to do instead.
         convert: The conversion of its value. None: the value of the only key in `here` is the same.
         unused: Values for which nothing is set and nothing is reported.
+        is_translated: Whether a value of it can become a value of `here`. False: `here` are keys to set by hand.
     """
 
     here: tuple[str, ...] = ()
     note: str = ""
     convert: Convert | None = None
     unused: Container[object] = (None,)
+    is_translated: bool = True
 
     def translate(self, value: Any, settings: Settings) -> Converted:
         """Return the keys here for this value, a sentence if it has no counterpart, or None."""
@@ -66,12 +68,14 @@ class Library:
         name: Its name, for messages and comments.
         keys: Its keys. A key that ends in `*` stands for all keys with this beginning that have no row.
         defaults: Its values of keys that a file leaves out, where a default here differs.
+        sections: Keys that are only names, such as sections that choose the algorithm.
         find_unread: Return the beginnings of keys that these settings do not use, with the reason.
     """
 
     name: str
     keys: Mapping[str, Key]
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    sections: Container[str] = ()
     find_unread: Callable[[Settings], Mapping[str, str]] = lambda settings: {}
 
     def find(self, key: str) -> Key | None:
@@ -90,7 +94,7 @@ def same(here: str, note: str = "", unused: Container[object] = (None,)) -> Key:
 
 def missing(note: str, *unused: object, here: tuple[str, ...] = ()) -> Key:
     """Return a key that cannot be translated. `here` are keys to set by hand; values in `unused` change nothing."""
-    return Key(here, note, lambda value, settings: note, (None, *unused))
+    return Key(here, note, lambda value, settings: note, (None, *unused), is_translated=False)
 
 
 def automatic(note: str, *here: str) -> Key:
@@ -131,7 +135,7 @@ def only_if(other: str, wanted: object, key: Key) -> Key:
     def convert(value: Any, settings: Settings) -> Converted:
         return key.translate(value, settings) if settings.get(other) == wanted else None
 
-    return Key(key.here, key.note, convert, key.unused)
+    return replace(key, convert=convert)
 
 
 def checkpoint_of(model: object) -> str:
@@ -141,8 +145,8 @@ def checkpoint_of(model: object) -> str:
 
 def initial_model(note: str = "") -> Key:
     """Return a key with the Hugging Face name or directory of the model that is trained."""
-    here = ("model", "init_from")
-    note = note or "it is a checkpoint, which `rl-megatron convert import` makes of the model"
+    here = ("init_from", "model")
+    note = note or "a checkpoint, which `rl-megatron convert import` makes of the model"
     return Key(here, note, lambda value, settings: {"model": "init_from", "init_from": checkpoint_of(value)})
 
 

@@ -157,6 +157,7 @@ def _convert_environment(value: Any, settings: Settings) -> Converted:
 
 _BACKENDS = {"vllm": "vllm", "sglang": "sglang", "megatron": "embedded"}
 _VLLM = "policy.generation.backend", "vllm"
+_TURNS = "set `rollout.worker=conversation`, `rollout.environment.name` and `rollout.max_turns`"
 _PROMPT_FILE = "it is a text here, not a file: {} in the file is {prompt} here"
 _LOSS_KEYS = (
     "ratio_clip_min ratio_clip_max ratio_clip_c disable_ppo_ratio force_on_policy_ratio token_level_loss "
@@ -290,11 +291,7 @@ KEYS: dict[str, Key] = {
         "grpo.use_dynamic_sampling", True, same("algorithm.dynamic_sampling_max_rounds")
     ),
     "grpo.batch_multiplier": missing("every round of sampling has `algorithm.prompts_per_step` prompts", 1, 1.0),
-    "grpo.max_rollout_turns": missing(
-        "set `rollout.worker=conversation`, `rollout.environment.name` and `rollout.max_turns`",
-        1,
-        here=("rollout.max_turns",),
-    ),
+    "grpo.max_rollout_turns": missing(_TURNS, 1, here=("rollout.max_turns",)),
     "grpo.overlong_filtering": missing(
         "no completion is left out because it was cut off; the reward function `overlong` lowers its reward",
         False,
@@ -321,7 +318,7 @@ KEYS: dict[str, Key] = {
     "distillation.num_prompts_per_step": same("algorithm.prompts_per_step"),
     "distillation.num_generations_per_prompt": same("algorithm.samples_per_prompt"),
     "distillation.topk_logits_k": same("algorithm.top_k"),
-    "distillation.max_rollout_turns": missing("set `rollout.worker` and `rollout.max_turns`", 1),
+    "distillation.max_rollout_turns": missing(_TURNS, 1, here=("rollout.max_turns",)),
     "teacher.model_name": missing(
         "name the imported teacher in `algorithm.teachers`, as in [{init_from: checkpoints/teacher}]",
         here=("algorithm.teachers",),
@@ -448,6 +445,7 @@ KEYS: dict[str, Key] = {
     ),
     "data.shuffle": missing("training data are always shuffled", True),
     "data.num_workers": automatic("one process per node reads the data"),
+    "data.validation": automatic("a part of the training data is held out: `data.heldout_fraction`"),
     "data.train": missing(
         "set `data.mix` to the data sets, as in [{path: a.jsonl, weight: 1}]", here=("data.mix",)
     ),
@@ -529,4 +527,4 @@ def _find_unread(settings: Settings) -> dict[str, str]:
     return {"policy.megatron_cfg.": f"{_MEGATRON} is not true"}
 
 
-LIBRARY = Library("NeMo RL", KEYS, find_unread=_find_unread)
+LIBRARY = Library("NeMo RL", KEYS, sections=SECTIONS, find_unread=_find_unread)

@@ -310,7 +310,7 @@ KEYS: dict[str, Key] = {
         name: Key(tuple(here), "", lambda value, settings, here=here: here)
         for name, here in TRAINERS.items()
     },
-    "model": initial_model("first `rl-megatron convert import`; from Python, `model=` imports it"),
+    "model": initial_model("a checkpoint, which `rl-megatron convert import` makes of the model"),
     "processing_class": automatic("the tokenizer that was imported with the model", "tokenizer.path"),
     "train_dataset": Key(("data.path", "data.dataset_name", "data.subset", "data.split"), "", _convert_data_set),
     "train_dataset.map": missing(
@@ -337,7 +337,7 @@ KEYS: dict[str, Key] = {
     "learning_rate": same("optimizer.lr", "the default here, 1e-3, is for tiny models"),
     "per_device_train_batch_size": Key(
         ("train.global_batch_size", "train.micro_batch_size", "algorithm.prompts_per_step"),
-        "times `gradient_accumulation_steps`, and times your devices; sequences: a DPO pair counts as two",
+        "times gradient_accumulation_steps, on one device: multiply it by your devices; a pair is two sequences",
         _convert_batch,
     ),
     "gradient_accumulation_steps": read_with("per_device_train_batch_size", "train.global_batch_size"),
@@ -578,4 +578,4 @@ KEYS: dict[str, Key] = {
     "LoraConfig.task_type": automatic("the algorithm decides it"),
 }
 
-LIBRARY = Library("TRL", KEYS)
+LIBRARY = Library("TRL", KEYS, sections=TRAINERS)

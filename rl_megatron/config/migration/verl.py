@@ -210,6 +210,7 @@ _LAYOUT = {
     "expert_tensor_parallel_size": same("parallel.expert_tensor", "1 here by default, not the tensor-parallel degree"),
     "use_distributed_optimizer": same("optimizer.distributed"),
     "override_transformer_config.recompute_granularity": chosen("model.recompute", _RECOMPUTE),
+    "override_transformer_config.recompute_*": automatic("`full` recomputes every layer"),
     "override_transformer_config.*": missing("set keys of `model`", False, [], "flash", ["core_attn"]),
     "dtype": chosen("precision", {"bfloat16": "bf16", "float32": "fp32"}),
     "param_offload": missing("the policy's weights stay on the device; see `generation.refit`", False),
@@ -221,7 +222,7 @@ _LAYOUT = {
 
 KEYS: dict[str, Key] = {
     _ESTIMATOR: Key(
-        ("algorithm", "algorithm.advantage_estimator", "algorithm.leave_one_out", "algorithm.normalize_std"),
+        ("algorithm.advantage_estimator", "algorithm", "algorithm.leave_one_out", "algorithm.normalize_std"),
         "`gae` is `algorithm=ppo`; the others are `algorithm=grpo`",
         _convert_estimator,
     ),
@@ -580,4 +581,4 @@ def _find_unread(settings: Settings) -> dict[str, str]:
     return unread
 
 
-LIBRARY = Library("verl", KEYS, DEFAULTS, _find_unread)
+LIBRARY = Library("verl", KEYS, DEFAULTS, find_unread=_find_unread)
