@@ -60,7 +60,7 @@ def translate(source: Source) -> Translation:
             result.missing.append((f"{setting} (default)" if is_default else setting, converted))
         for here, entry in converted.items() if isinstance(converted, Mapping) else ():
             is_short = entry == value or isinstance(value, list | dict) or key in library.sections
-            origin = key if is_short else f"{setting} ({row.note})" if row.note else setting
+            origin = key if is_short else f"{setting} ({row.note})" if row.note and here not in _PRESETS else setting
             _add(result, here, entry, f"{_DEFAULT}{library.name}: {setting}" if is_default else origin)
     return result
 

@@ -49,6 +49,11 @@ class Key:
     unused: Container[object] = (None,)
     is_translated: bool = True
 
+    @property
+    def is_automatic(self) -> bool:
+        """Return whether nothing has to be set for any value of it, and no key here has its meaning."""
+        return isinstance(self.unused, _Everything) and not self.here
+
     def translate(self, value: Any, settings: Settings) -> Converted:
         """Return the keys here for this value, a sentence if it has no counterpart, or None."""
         if value in self.unused:
@@ -143,14 +148,13 @@ def checkpoint_of(model: object) -> str:
     return f"checkpoints/{str(model).rstrip('/').rpartition('/')[2]}"
 
 
-def initial_model(note: str = "") -> Key:
+def initial_model() -> Key:
     """Return a key with the Hugging Face name or directory of the model that is trained."""
-    here = ("init_from", "model")
-    note = note or "a checkpoint, which `rl-megatron convert import` makes of the model"
+    here, note = ("init_from", "model"), "first `rl-megatron convert import`"
     return Key(here, note, lambda value, settings: {"model": "init_from", "init_from": checkpoint_of(value)})
 
 
-def steps_only(note: str = "") -> Key:
+def steps_only() -> Key:
     """Return a key that counts epochs."""
-    note = note or "a stage ends after `train.steps`: multiply the epochs by the records, and divide by those of a step"
+    note = "a stage ends after `train.steps`: multiply the epochs by the records, and divide by those of a step"
     return missing(note, here=("train.steps",))

@@ -248,6 +248,7 @@ def _rows_of_megatron() -> dict[str, Key]:
         "enabled": automatic("models always run on megatron-core"),
         "converter_type": automatic("`rl-megatron convert import` recognises the model"),
         "env_vars": missing("set environment variables before the command"),
+        "env_vars.*": missing("set environment variables before the command"),
         "*": automatic("it is chosen here, or changes no result"),
     }
     return {f"{prefix}{name}": row for name, row in rows.items()}

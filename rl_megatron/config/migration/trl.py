@@ -310,7 +310,7 @@ KEYS: dict[str, Key] = {
         name: Key(tuple(here), "", lambda value, settings, here=here: here)
         for name, here in TRAINERS.items()
     },
-    "model": initial_model("a checkpoint, which `rl-megatron convert import` makes of the model"),
+    "model": initial_model(),
     "processing_class": automatic("the tokenizer that was imported with the model", "tokenizer.path"),
     "train_dataset": Key(("data.path", "data.dataset_name", "data.subset", "data.split"), "", _convert_data_set),
     "train_dataset.map": missing(

@@ -1,0 +1,385 @@
+"""`rl-megatron migrate`: the tables of other libraries' keys, conversions of values, and files that are refused."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from docs.generate_coming_from import FILES, PAGES
+from rl_megatron.cli import main
+from rl_megatron.config import schema
+from rl_megatron.config.checkpoint_metadata import MANIFEST
+from rl_megatron.config.loading.hints import schema_paths, suggest_key
+from rl_megatron.config.loading.load import load_config
+from rl_megatron.config.loading.settings import LOSS_SETTINGS
+from rl_megatron.config.migration.experiment import translate, write_experiment
+from rl_megatron.config.migration.read import LIBRARIES, read_source
+from rl_megatron.config.model import ModelConfig
+
+REAL_FILES = [PAGES / "files" / name for name in FILES.values()]
+ROWS = [(library, key) for library in LIBRARIES.values() for key in library.keys]
+
+
+def real_keys():
+    """Return every key here, and the groups of presets that an experiment chooses."""
+    keys = {*schema_paths(schema.StageConfig), *schema_paths(schema.RunConfig), "loss", "model", "algorithm"}
+    for section, registry in (("algorithm", schema.ALGORITHM_CONFIGS), ("data", schema.SOURCE_CONFIGS)):
+        keys |= {path for config in registry.values() for path in schema_paths(config, f"{section}.")}
+    return keys | {f"loss.{field.name}" for config in LOSS_SETTINGS.values() for field in fields(config)}
+
+
+@pytest.fixture
+def compose(tmp_path, monkeypatch):
+    """`compose(text)`: the configuration of an experiment that `migrate` printed, whose checkpoint exists."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(text):
+        directory = tmp_path / "mine"
+        (directory / "experiment").mkdir(parents=True)
+        (directory / "experiment" / "theirs.yaml").write_text(text)
+        begun = yaml.safe_load(text).get("init_from")
+        if begun is not None:
+            Path(begun).mkdir(parents=True)
+            (Path(begun) / MANIFEST).write_text(json.dumps({"model": asdict(ModelConfig())}))
+        return load_config(["experiment=theirs"], str(directory))
+
+    return load
+
+
+def migrated(directory, content, name="theirs.yaml"):
+    """Return the translation of a file with this content."""
+    file = directory / name
+    file.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return translate(read_source(file))
+
+
+def nested(**dotted):
+    """Return nested mappings from keys in which two underscores stand for a dot."""
+    tree = {}
+    for key, value in dotted.items():
+        *sections, name = key.split("__")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[name] = value
+    return tree
+
+
+def test_every_key_of_the_tables_sets_keys_that_exist():
+    known = real_keys()
+    wrong = [(library.name, key, here) for library, key in ROWS for here in library.keys[key].here if here not in known]
+    assert len(ROWS) > 500 and not wrong
+
+
+def test_a_key_that_sets_nothing_has_a_reason():
+    assert not [(library.name, key) for library, key in ROWS if not (library.keys[key].here or library.keys[key].note)]
+
+
+@pytest.mark.parametrize("file", REAL_FILES, ids=lambda file: file.stem)
+def test_conversions_set_only_the_keys_that_their_row_names(file):
+    source = read_source(file)
+    settings = {**source.defaults, **source.settings}
+    for key, value in settings.items():
+        converted = source.library.find(key).translate(value, settings)
+        if isinstance(converted, dict):
+            assert set(converted) <= set(source.library.find(key).here), key
+
+
+def test_a_file_of_nemo_rl_becomes_an_experiment_that_is_accepted(compose):
+    stage = compose(write_experiment(read_source(REAL_FILES[0]))).first
+    assert (stage.algorithm.prompts_per_step, stage.algorithm.samples_per_prompt) == (16, 8)
+    assert (stage.algorithm.leave_one_out, stage.train.global_batch_size) == (True, 128)
+    assert (stage.optimizer.lr, stage.optimizer.clip_grad, stage.train.micro_batch_tokens) == (2e-6, 1.0, 2048)
+    assert (stage.generation.engine, stage.generation.refit, stage.precision) == ("vllm", "shared_memory", "bf16")
+    assert (stage.generation.max_new_tokens, stage.rollout.max_tokens, stage.model.max_sequence_length) == (
+        512, 512, 1024,
+    )  # fmt: skip
+    assert [(each.name, each.weight) for each in stage.reward.functions] == [("overlong", 0.5), ("math_verify", 1.0)]
+    assert stage.loss["truncated_importance_sampling_type"] == "tis"
+
+
+def test_a_file_of_verl_becomes_an_experiment_that_is_accepted(compose):
+    config = compose(write_experiment(read_source(REAL_FILES[1])))
+    stage = config.first
+    assert (stage.algorithm.prompts_per_step, stage.train.global_batch_size) == (64, 512)
+    assert (stage.model.max_sequence_length, stage.data.too_long, stage.model.recompute) == (768, "drop", "full")
+    assert (stage.parallel.tensor, stage.parallel.sequence, stage.train.reference) == (2, True, "offload")
+    assert (stage.loss["reference_policy_kl_penalty"], stage.loss["ratio_clip_c"]) == (0.001, 3.0)
+    assert (config.output_dir, stage.optimizer.decay_style) == ("checkpoints/word_problems", "constant")
+
+
+def test_a_script_of_trl_becomes_an_experiment_that_is_accepted(compose):
+    stage = compose(write_experiment(read_source(REAL_FILES[2]))).first
+    assert (stage.algorithm.prompts_per_step, stage.train.global_batch_size, stage.train.steps) == (8, 64, 400)
+    assert (stage.peft.r, stage.peft.lora_alpha, stage.data.path) == (16, 32, "path/to/problems.jsonl")
+    assert [(each.shown_name, each.weight) for each in stage.reward.functions] == [("correct", 1.0), ("brief", 0.1)]
+    assert (stage.optimizer.weight_decay, stage.optimizer.beta2) == (0.0, 0.999), "the defaults of TRL"
+    assert stage.loss["ratio_clip_max"] == 0.28
+
+
+@pytest.mark.parametrize(
+    ("trainer", "arguments", "algorithm", "loss"),
+    [
+        ("SFT", "packing=True, max_steps=5", "sft", "clipped_pg"),
+        ("DPO", "loss_type=['ipo'], beta=0.2, max_steps=5", "dpo", "ipo"),
+        ("KTO", "max_steps=5", "kto", "kto"),
+        ("Reward", "max_steps=5", "reward_model", "preference"),
+        ("RLOO", "max_steps=5, per_device_train_batch_size=4", "grpo", "clipped_pg"),
+        ("CPO", "loss_type='simpo', simpo_gamma=0.7, max_steps=5", "dpo", "simpo"),
+    ],
+)
+def test_every_kind_of_trainer_is_accepted(compose, tmp_path, trainer, arguments, algorithm, loss):
+    file = tmp_path / "script.py"
+    file.write_text(f"{trainer}Trainer('a/b', args={trainer}Config('out', {arguments}), train_dataset=data)\n")
+    stage = compose(write_experiment(read_source(file))).first
+    assert (stage.algorithm.name, stage.loss["name"], stage.train.steps) == (algorithm, loss, 5)
+
+
+@pytest.mark.parametrize(
+    ("section", "loss"), [("dpo", "dpo"), ("sft", "clipped_pg"), ("rm", "preference"), ("grpo", "clipped_pg")]
+)
+def test_every_algorithm_of_nemo_rl_is_accepted(compose, tmp_path, section, loss):
+    file = tmp_path / "file.yaml"
+    file.write_text(yaml.safe_dump({section: {"max_num_steps": 3}, "policy": {"train_global_batch_size": 8}}))
+    stage = compose(write_experiment(read_source(file))).first
+    assert (stage.loss["name"], stage.train.steps) == (loss, 3)
+    assert stage.train.global_batch_size == (16 if section in ("dpo", "rm") else 8), "a pair is two sequences"
+
+
+NEMO = {"grpo": {"max_num_steps": 1}, "policy": {"model_name": "a/b"}}
+VERL = "actor_rollout_ref__actor__"
+
+
+@pytest.mark.parametrize(
+    ("content", "here", "value"),
+    [
+        (nested(grpo__adv_estimator={"name": "gdpo"}, policy={}), "algorithm.advantage_estimator", "group_decoupled"),
+        (nested(grpo={}, policy__precision="float32"), "precision", "fp32"),
+        (nested(grpo={}, policy__generation__backend="megatron"), "generation.engine", "embedded"),
+        (
+            nested(grpo={}, policy={"a": 3, "generation": {"max_new_tokens": "${mul:${policy.a}, 4}"}}),
+            "generation.max_new_tokens",
+            12,
+        ),
+        (
+            nested(
+                grpo={},
+                policy={
+                    "scheduler": [
+                        {"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 50}},
+                        {"name": "torch.optim.lr_scheduler.ConstantLR", "kwargs": {}},
+                        {"milestones": [50]},
+                    ]
+                },
+            ),
+            "optimizer.warmup_steps",
+            50,
+        ),
+        (
+            nested(grpo={}, policy={}, logger={"wandb_enabled": True, "wandb": {"project": "p", "name": "n"}}),
+            "logger.wandb",
+            {"project": "p", "name": "n"},
+        ),
+        (nested(algorithm__adv_estimator="rloo", actor_rollout_ref={}), "algorithm.leave_one_out", True),
+        (nested(actor_rollout_ref={}), "algorithm", "ppo"),
+        (nested(actor_rollout_ref={}), "optimizer.lr", 1e-6),
+        (nested(actor_rollout_ref={}), "loss.reference_policy_kl_penalty", 0.0),
+        (
+            nested(algorithm={"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.2}}, actor_rollout_ref={}),
+            "loss.reference_policy_kl_penalty",
+            0.2,
+        ),
+        (nested(**{f"{VERL}loss_agg_mode": "seq-mean-token-sum-norm"}), "loss.fixed_sequence_length", 512),
+        (nested(**{f"{VERL}policy_loss__loss_mode": "gspo"}), "loss.token_level_loss", False),
+        (nested(**{f"{VERL}clip_ratio": 0.3}), "loss.ratio_clip_max", 0.3),
+        (nested(trainer__save_freq=-1, actor_rollout_ref={}), "train.save_every", 0),
+        (nested(actor_rollout_ref__model={"lora_rank": 4, "lora_alpha": 8}), "peft.lora_alpha", 8),
+        (nested(actor_rollout_ref__rollout={"name": "sglang", "gpu_memory_utilization": 0.4}),
+         "generation.sglang.mem_fraction_static", 0.4),
+    ],
+)  # fmt: skip
+def test_a_value_is_converted(tmp_path, content, here, value):
+    result = migrated(tmp_path, content)
+    assert result.values[here] == value and not result.unknown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "here", "value"),
+    [
+        ("loss_type='cispo', epsilon_high=5.0", "loss.ratio_clip_max", 4.0),
+        ("loss_type='dr_grpo', max_completion_length=300", "loss.fixed_sequence_length", 300.0),
+        ("importance_sampling_level='sequence', loss_type='grpo'", "loss.token_level_loss", False),
+        ("scale_rewards='none'", "algorithm.normalize_std", False),
+        ("warmup_ratio=0.1, max_steps=200", "optimizer.warmup_steps", 20),
+        ("gradient_accumulation_steps=2, steps_per_generation=4, max_steps=10", "train.steps", 5),
+        ("gradient_accumulation_steps=2, steps_per_generation=4", "algorithm.prompts_per_step", 4),
+        ("report_to='wandb', run_name='n'", "logger.wandb", {"name": "n"}),
+        ("", "optimizer.lr", 1e-6),
+        ("", "optimizer.decay_style", "linear"),
+    ],
+)
+def test_an_argument_of_trl_is_converted(tmp_path, arguments, here, value):
+    script = f"trainer = GRPOTrainer('a/b', reward_funcs=f, args=GRPOConfig('out', {arguments}))\n"
+    assert migrated(tmp_path, script, "script.py").values[here] == value
+
+
+@pytest.mark.parametrize(
+    ("rewards", "functions"),
+    [
+        ("[own, other]", [{"name": "{file}:own"}, {"name": "rewards.maths:other"}]),
+        ("'org/model'", [{"name": "reward_model", "kwargs": {"hf": "org/model"}}]),
+    ],
+)
+def test_rewards_of_trl_are_named_where_they_are(tmp_path, rewards, functions):
+    script = (
+        "from rewards.maths import other\ndef own(completions): ...\n"
+        f"if __name__ == '__main__':\n    GRPOTrainer('a/b', reward_funcs={rewards}, args=GRPOConfig('out'))\n"
+    )
+    result = migrated(tmp_path, script, "script.py")
+    named = [{**each, "name": each["name"].format(file=tmp_path / "script.py")} for each in functions]
+    assert result.values["reward.functions"] == named
+    assert not any("importing this file would train" in reason for _, reason in result.missing)
+
+
+def test_a_script_is_not_executed_and_its_computed_values_are_listed(tmp_path):
+    script = (
+        "raise SystemExit('executed')\nrate = compute()\ndef own(completions): ...\n"
+        "data = load_dataset('org/set', 'main', split='train').map(change)\n"
+        "GRPOTrainer(model=AutoModel.from_pretrained('a/b'), reward_funcs=[own], train_dataset=data,\n"
+        "    args=GRPOConfig('out', learning_rate=rate))\n"
+    )
+    result = migrated(tmp_path, script, "script.py")
+    missing = dict(result.missing)
+    assert missing["learning_rate=compute()"] == "the file computes this value; set optimizer.lr"
+    assert "optimizer.lr" not in result.values and result.values["init_from"] == "checkpoints/b"
+    assert (result.values["data.dataset_name"], result.values["data.subset"]) == ("org/set", "main")
+    assert "in code" in missing["train_dataset.map=true"]
+    assert any("importing this file would train" in reason for reason in missing.values())
+
+
+def test_what_has_no_counterpart_and_what_is_not_known_is_listed(tmp_path):
+    tree = {"grpo": {"overlong_filtering": True, "max_num_stpes": 3}, "policy": {"made_up": {"key": 1}}}
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    text = write_experiment(read_source(file))
+    assert "\n# - grpo.overlong_filtering=true: no completion is left out" in text
+    unknown = text.partition("# Not recognised")[2]
+    assert "\n# - grpo.max_num_stpes=3\n" in unknown and "\n# - policy.made_up.key=1\n" in unknown
+
+
+def test_two_keys_with_different_values_of_one_key_here_are_reported(tmp_path):
+    tree = nested(grpo={}, policy={"max_grad_norm": 1.0, "megatron_cfg": {"enabled": True, "optimizer": {"clip_grad": 2.0}}})
+    result = migrated(tmp_path, tree)
+    assert result.values["optimizer.clip_grad"] == 1.0
+    assert dict(result.missing)["policy.megatron_cfg.optimizer.clip_grad"].startswith("it sets optimizer.clip_grad too")
+
+
+def test_keys_of_the_backend_that_is_off_are_not_read(tmp_path):
+    tree = nested(
+        grpo={},
+        policy={
+            "megatron_cfg": {"enabled": False, "tensor_model_parallel_size": 8},
+            "dtensor_cfg": {"tensor_parallel_size": 2},
+            "optimizer": {"kwargs": {"lr": 3e-6}},
+        },
+    )
+    result = migrated(tmp_path, tree)
+    assert (result.values["parallel.tensor"], result.values["optimizer.lr"]) == (2, 3e-6)
+    assert list(result.unread) == ["policy.megatron_cfg."]
+
+
+def test_a_recipe_of_nemo_rl_is_read_on_top_of_its_defaults(tmp_path):
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump({**NEMO, "grpo": {"max_num_steps": 1, "seed": 4}}))
+    result = migrated(tmp_path, {"defaults": "base.yaml", "grpo": {"max_num_steps": 2}})
+    assert (result.values["train.steps"], result.values["train.seed"]) == (2, 4) and not result.unknown
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """`refused(name, content, *options)`: the line with which `migrate` refuses a file."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(name, content, *options):
+        if content is not None:
+            Path(name).write_text(content)
+        assert main(["migrate", name, *options]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1
+        return err.removeprefix("error: ")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("none.yaml", None, "none.yaml cannot be read"),
+        ("ours.yaml", "train: {steps: 3}", "is neither of NeMo RL, whose files have the sections policy and one of grpo"),
+        ("list.yaml", "[1, 2]", "list.yaml has no keys"),
+        ("broken.yaml", "a: [1", "broken.yaml cannot be read as YAML"),
+        ("recipe.yaml", "defaults: missing.yaml\npolicy: {}", "defaults names missing.yaml, which does not exist"),
+        ("other.py", "import trl\n", "other.py calls 0 trainers; it must call exactly one of GRPOTrainer"),
+        ("two.py", "SFTTrainer(m)\nDPOTrainer(m)\n", "two.py calls 2 trainers (SFTTrainer, DPOTrainer)"),
+        ("broken.py", "def f(:\n", "broken.py, line 1, is not Python"),
+        (
+            "parsed.py",
+            "script, config = parser.parse()\nGRPOTrainer('m', args=config)\n",
+            "the arguments of GRPOTrainer are not written in the script (config); write a call of GRPOConfig",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_translated_is_refused(refused, name, content, words):
+    assert words in refused(name, content)
+
+
+def test_a_file_is_never_overwritten(refused, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("kept")
+    message = refused("theirs.yaml", yaml.safe_dump(NEMO), "--output", "mine.yaml")
+    assert message.startswith("--output mine.yaml exists") and (tmp_path / "mine.yaml").read_text() == "kept"
+    assert main(["migrate", "theirs.yaml", "--output", "new/experiment/mine.yaml"]) == 0
+    assert (tmp_path / "new/experiment/mine.yaml").read_text().startswith("# @package _global_\n")
+
+
+def test_the_library_can_be_named(tmp_path):
+    file = tmp_path / "part.yaml"
+    file.write_text(yaml.safe_dump({"trainer": {"test_freq": 4}}))
+    assert translate(read_source(file, "verl")).values["train.eval_every"] == 4
+
+
+@pytest.mark.parametrize("library", LIBRARIES.values(), ids=LIBRARIES)
+def test_a_key_of_a_table_as_an_override_names_the_key_here(library):
+    known = real_keys()
+    for key, row in library.keys.items():
+        if "*" in key or key in known:
+            continue
+        hint = suggest_key(key, known)
+        others = [each.keys[key] for each in LIBRARIES.values() if key in each.keys]  # verl and NeMo RL share names
+        assert any(
+            hint.startswith(f"; did you mean {each.here[0]!r}") if each.is_translated and each.here else each.note in hint
+            for each in others
+        ), (key, hint)
+
+
+@pytest.mark.parametrize(
+    ("override", "here"),
+    [
+        ("grpo.num_generations_per_prompt=4", "algorithm.samples_per_prompt"),
+        ("policy.megatron_cfg.tensor_model_parallel_size=2", "parallel.tensor"),
+        ("policy.optimizer.kwargs.lr=1e-6", "optimizer.lr"),
+        ("model.lora.rank=8", "peft.r"),
+        ("lora.rank=8", "peft.r"),
+    ],
+)
+def test_the_command_line_answers_a_key_of_another_library(tmp_path, monkeypatch, capsys, override, here):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "algorithm=grpo", override]) == 2
+    assert f"did you mean {here!r}?" in capsys.readouterr().err
+
+
+def test_the_command_does_not_import_torch():
+    code = f"import sys; from rl_megatron.cli import main; main(['migrate', {str(REAL_FILES[0])!r}])"
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True, capture_output=True)
