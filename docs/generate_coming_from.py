@@ -53,7 +53,8 @@ def _row(keys: list[str], row: Key) -> str:
     here = ", ".join(f"`{key}`" for key in row.here) or "–"
     theirs = ", ".join(f"`{key}`" for key in keys)
     if len(keys) > 2:
-        theirs = f"`{keys[0]}`, likewise in {', '.join(f'`{key.rpartition(".")[0]}`' for key in keys[1:])}"
+        sections = (key.rpartition(".")[0] for key in keys[1:])
+        theirs = f"`{keys[0]}`, likewise in " + ", ".join(f"`{section}`" for section in sections)
     return f"| {theirs} | {here} | {row.note} |"
 
 
