@@ -52,7 +52,8 @@ def translate(source: Source) -> Translation:
         row = library.find(key)
         setting = f"{key}={_show(value)}"
         if row is None:
-            result.unknown.append(setting)
+            if value != {}:  # a section without keys
+                result.unknown.append(setting)
             continue
         converted = row.translate(value, settings)
         is_default = key not in source.settings

@@ -361,7 +361,9 @@ KEYS: dict[str, Key] = {
     "policy.logprob_chunk_size": Key(
         ("train.fused_head",), "logits are computed in blocks", lambda value, settings: {"train.fused_head": True}
     ),
-    "policy.generation_batch_size": same("generation.batch_size", "of the embedded engine and of transformers"),
+    "policy.generation_batch_size": only_if(
+        "policy.generation.backend", "megatron", same("generation.batch_size", "of the embedded engine")
+    ),
     "policy.max_total_sequence_length": Key(
         ("model.max_sequence_length",), "prompt and completion together", _convert_total_length
     ),

@@ -449,7 +449,12 @@ KEYS: dict[str, Key] = {
         "vllm_importance_sampling_mode", "loss.use_importance_sampling_correction"
     ),
     "vllm_importance_sampling_mode": Key(
-        ("loss.truncated_importance_sampling_type", "loss.use_importance_sampling_correction"),
+        (
+            "loss.truncated_importance_sampling_type",
+            "loss.use_importance_sampling_correction",
+            "loss.truncated_importance_sampling_ratio",
+            "loss.truncated_importance_sampling_ratio_min",
+        ),
         "`token_truncate` is `tis`, and `token_mask` is `icepop`",
         _convert_mode,
     ),

@@ -103,6 +103,7 @@ def test_a_file_of_nemo_rl_becomes_an_experiment_that_is_accepted(compose):
 
 
 def test_a_file_of_verl_becomes_an_experiment_that_is_accepted(compose):
+    Path("rewards.py").write_text("def compute_score(solution_str): ...\n")
     config = compose(write_experiment(read_source(REAL_FILES[1])))
     stage = config.first
     assert (stage.algorithm.prompts_per_step, stage.train.global_batch_size) == (64, 512)
@@ -161,7 +162,7 @@ VERL = "actor_rollout_ref__actor__"
         (nested(grpo={}, policy__precision="float32"), "precision", "fp32"),
         (nested(grpo={}, policy__generation__backend="megatron"), "generation.engine", "embedded"),
         (
-            nested(grpo={}, policy={"a": 3, "generation": {"max_new_tokens": "${mul:${policy.a}, 4}"}}),
+            nested(grpo={"seed": 3}, policy__generation__max_new_tokens="${mul:${grpo.seed}, 4}"),
             "generation.max_new_tokens",
             12,
         ),
