@@ -2,8 +2,8 @@
 
     python docs/generate_coming_from.py
 
-These are the file of docs/coming_from/files, the experiment that `rl-megatron migrate` makes of it, and the table of keys
-from rl_megatron/config/migration. tests/unit/config/test_migration_pages.py compares the pages.
+These are the file of docs/coming_from/files, the experiment that `rl-megatron migrate` makes of it, and the table of
+keys from rl_megatron/config/migration. tests/unit/config/test_migration_pages.py compares the pages.
 """
 
 from __future__ import annotations

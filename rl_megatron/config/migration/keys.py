@@ -112,7 +112,7 @@ def read_with(other: str, *here: str) -> Key:
     return Key(here, f"read with `{other}`", unused=_Everything())
 
 
-def chosen(here: str, choices: Mapping[object, object], note: str = "") -> Key:
+def chosen(here: str, choices: Mapping[Any, object], note: str = "") -> Key:
     """Return a key with other names of the same values. A choice of None needs no key; others are reported."""
     names = ", ".join(map(str, choices))
 

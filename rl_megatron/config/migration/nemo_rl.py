@@ -115,8 +115,8 @@ def _convert_betas(value: Any, settings: Settings) -> Converted:
 def _convert_best(value: Any, settings: Settings) -> Converted:
     name = str(value).removeprefix("val:").removeprefix("val_")
     if name in ("accuracy", "reward"):
-        return {"train.keep_best": "accuracy"}
-    return "set train.keep_best to an eval metric: accuracy, nll_per_token, preference_accuracy, …"
+        return {"train.keep_best": "reward"}
+    return "set train.keep_best to an eval metric: reward, nll_per_token, preference_accuracy, …"
 
 
 def _convert_logger(name: str, *keys: str) -> Key:
@@ -190,7 +190,9 @@ def _rows_of_every_algorithm(section: str) -> dict[str, Key]:
         f"{section}.val_batch_size": automatic("an evaluation uses the batches of training"),
         f"{section}.val_global_batch_size": automatic("an evaluation uses the batches of training"),
         f"{section}.val_micro_batch_size": automatic("an evaluation uses the microbatches of training"),
-        f"{section}.val_batches": missing("set `data.num_eval_examples`, in sequences", here=("data.num_eval_examples",)),
+        f"{section}.val_batches": missing(
+            "set `data.num_eval_examples`, in sequences", here=("data.num_eval_examples",)
+        ),
         f"{section}.max_val_samples": same("data.num_eval_examples"),
         f"{section}.seed": same("train.seed"),
     }
@@ -209,7 +211,9 @@ def _rows_of_megatron() -> dict[str, Key]:
         "sequence_parallel": same("parallel.sequence"),
         "activation_checkpointing": if_true({"model.recompute": "full"}),
         "moe_router_bias_update_rate": same("model.router_bias_update", unused=(None, 0.0)),
-        "moe_router_load_balancing_type": missing("set `model.router_aux_loss`", "none", here=("model.router_aux_loss",)),
+        "moe_router_load_balancing_type": missing(
+            "set `model.router_aux_loss`", "none", here=("model.router_aux_loss",)
+        ),
         "freeze_moe_router": missing("the router is trained", False),
         "optimizer.optimizer": missing("the optimizer is always Adam with decoupled weight decay", "adam"),
         "optimizer.lr": same("optimizer.lr", "the default here, 1e-3, is for tiny models"),
@@ -229,7 +233,8 @@ def _rows_of_megatron() -> dict[str, Key]:
         "scheduler.*": automatic("the weight decay is constant"),
         "distributed_data_parallel_config.overlap_grad_reduce": same("optimizer.overlap"),
         "distributed_data_parallel_config.use_custom_fsdp": missing(
-            "weights are not sharded over data-parallel ranks; `optimizer.distributed` shards the optimizer state", False
+            "weights are not sharded over data-parallel ranks; `optimizer.distributed` shards the optimizer state",
+            False,
         ),
         "distributed_data_parallel_config.*": automatic("`optimizer.overlap` decides this too"),
         "fp8_cfg": missing("there is no FP8; set `precision=bf16`"),
@@ -315,7 +320,7 @@ KEYS: dict[str, Key] = {
         lambda value, settings: None,
     ),
     "grpo.val_num_generations_per_prompt": missing("set `n` of each set of `eval.sets`", 1, here=("eval.sets",)),
-    "grpo.stop_at_validation_*": missing("set `train.stop_at`, as in {accuracy: 0.9}", here=("train.stop_at",)),
+    "grpo.stop_at_validation_*": missing("set `train.stop_at`, as in {reward: 0.9}", here=("train.stop_at",)),
     "distillation.num_prompts_per_step": same("algorithm.prompts_per_step"),
     "distillation.num_generations_per_prompt": same("algorithm.samples_per_prompt"),
     "distillation.topk_logits_k": same("algorithm.top_k"),
@@ -449,9 +454,7 @@ KEYS: dict[str, Key] = {
     "data.shuffle": missing("training data are always shuffled", True),
     "data.num_workers": automatic("one process per node reads the data"),
     "data.validation": automatic("a part of the training data is held out: `data.heldout_fraction`"),
-    "data.train": missing(
-        "set `data.mix` to the data sets, as in [{path: a.jsonl, weight: 1}]", here=("data.mix",)
-    ),
+    "data.train": missing("set `data.mix` to the data sets, as in [{path: a.jsonl, weight: 1}]", here=("data.mix",)),
     "data.dataset_name": Key(("data.dataset_name", "data.columns"), "a data set of the Hub", _convert_data_set),
     "data.train.dataset_name": Key(("data.dataset_name", "data.columns"), "a data set of the Hub", _convert_data_set),
     "data.train.data_path": same("data.path", "a file, a directory with splits, or a pattern"),
@@ -513,7 +516,8 @@ KEYS: dict[str, Key] = {
         "set `rollout.save_every`; `rl-megatron rollouts` shows them", 0, here=("rollout.save_every",)
     ),
     **{
-        f"logger.{name}.*": read_with(f"logger.{name}_enabled", f"logger.{name}") for name in ("wandb", "mlflow", "swanlab")
+        f"logger.{name}.*": read_with(f"logger.{name}_enabled", f"logger.{name}")
+        for name in ("wandb", "mlflow", "swanlab")
     },
     "logger.*": automatic("metrics, costs and TensorBoard's files are in `output_dir`"),
     "cluster.gpus_per_node": missing("start the run by `torchrun --nproc-per-node N -m rl_megatron train`"),
@@ -524,9 +528,7 @@ KEYS: dict[str, Key] = {
 
 def _find_unread(settings: Settings) -> dict[str, str]:
     if settings.get(_MEGATRON):
-        return dict.fromkeys(
-            ("policy.dtensor_cfg.", "policy.optimizer.", "policy.scheduler"), f"{_MEGATRON} is true"
-        )
+        return dict.fromkeys(("policy.dtensor_cfg.", "policy.optimizer.", "policy.scheduler"), f"{_MEGATRON} is true")
     return {"policy.megatron_cfg.": f"{_MEGATRON} is not true"}
 
 

@@ -139,7 +139,9 @@ def _convert_warmup(value: Any, settings: Settings) -> Converted:
 def _convert_loss_type(value: Any, settings: Settings) -> Converted:
     """Return the average and the surrogate of GRPO's `loss_type`."""
     if settings.get("importance_sampling_level", "token") == "sequence":
-        return None if value == "grpo" else "with one ratio per sequence, the loss averages over sequences, as grpo does"
+        return (
+            None if value == "grpo" else "with one ratio per sequence, the loss averages over sequences, as grpo does"
+        )
     if value in ("dapo", "bnpo"):
         return {"loss.token_level_loss": True}
     if value == "grpo":
@@ -306,10 +308,7 @@ _DECAYS = {
 _SHARDING = "set `parallel` and `optimizer.distributed`: models run on megatron-core"
 
 KEYS: dict[str, Key] = {
-    **{
-        name: Key(tuple(here), "", lambda value, settings, here=here: here)
-        for name, here in TRAINERS.items()
-    },
+    **{name: Key(tuple(here), "", lambda value, settings, here=here: here) for name, here in TRAINERS.items()},
     "model": initial_model(),
     "processing_class": automatic("the tokenizer that was imported with the model", "tokenizer.path"),
     "train_dataset": Key(("data.path", "data.dataset_name", "data.subset", "data.split"), "", _convert_data_set),

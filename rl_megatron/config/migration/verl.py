@@ -18,7 +18,6 @@ from rl_megatron.config.migration.keys import (
     only_if,
     read_with,
     same,
-    steps_only,
 )
 
 _ACTOR = "actor_rollout_ref.actor."
@@ -112,7 +111,9 @@ def _convert_truncation(value: Any, settings: Settings) -> Converted:
     return {
         "loss.use_importance_sampling_correction": True,
         "loss.truncated_importance_sampling_type": "tis",
-        "loss.truncated_importance_sampling_ratio": settings.get("algorithm.rollout_correction.rollout_is_threshold", 2.0),
+        "loss.truncated_importance_sampling_ratio": settings.get(
+            "algorithm.rollout_correction.rollout_is_threshold", 2.0
+        ),
     }
 
 
@@ -123,7 +124,9 @@ def _convert_lora(value: Any, settings: Settings) -> Converted:
 def _of_lora(rank: str, key: Key) -> Key:
     """Return a key that has an effect only if the rank is above 0."""
     return Key(
-        key.here, key.note, lambda value, settings: key.translate(value, settings) if settings.get(rank) else None,
+        key.here,
+        key.note,
+        lambda value, settings: key.translate(value, settings) if settings.get(rank) else None,
     )
 
 
@@ -327,7 +330,9 @@ KEYS: dict[str, Key] = {
         missing("modules have their Hugging Face names, such as q_proj", here=("peft.target_modules",)),
     ),
     f"{_MODEL}lora.*": automatic("A starts randomly and B at 0"),
-    f"{_MODEL}lora_adapter_path": missing("import the adapter: `rl-megatron convert import ADAPTER … --base CHECKPOINT`"),
+    f"{_MODEL}lora_adapter_path": missing(
+        "import the adapter: `rl-megatron convert import ADAPTER … --base CHECKPOINT`"
+    ),
     f"{_MODEL}*": automatic("`rl-megatron convert import` reads the shape of the model"),
     f"{_ACTOR}ppo_mini_batch_size": Key(
         ("train.global_batch_size",), "verl counts prompts, and we count sequences", _convert_batch
@@ -343,19 +348,19 @@ KEYS: dict[str, Key] = {
         ),
     ),
     f"{_ACTOR}use_dynamic_bsz": if_true({"train.batching": "packed"}, "the default here"),
-    f"{_ACTOR}ppo_max_token_len_per_gpu": only_if(
-        f"{_ACTOR}use_dynamic_bsz", True, same("train.micro_batch_tokens")
-    ),
+    f"{_ACTOR}ppo_max_token_len_per_gpu": only_if(f"{_ACTOR}use_dynamic_bsz", True, same("train.micro_batch_tokens")),
     f"{_ACTOR}ppo_epochs": same("algorithm.updates_per_rollout"),
     f"{_ACTOR}clip_ratio": Key(
         ("loss.ratio_clip_min", "loss.ratio_clip_max"),
         "",
-        lambda value, settings: {
-            here: value
-            for here, side in (("loss.ratio_clip_min", "low"), ("loss.ratio_clip_max", "high"))
-            if f"{_ACTOR}clip_ratio_{side}" not in settings
-        }
-        or None,
+        lambda value, settings: (
+            {
+                here: value
+                for here, side in (("loss.ratio_clip_min", "low"), ("loss.ratio_clip_max", "high"))
+                if f"{_ACTOR}clip_ratio_{side}" not in settings
+            }
+            or None
+        ),
     ),
     f"{_ACTOR}clip_ratio_low": same("loss.ratio_clip_min"),
     f"{_ACTOR}clip_ratio_high": same("loss.ratio_clip_max"),
@@ -388,9 +393,7 @@ KEYS: dict[str, Key] = {
     f"{_ACTOR}entropy_coeff": same("loss.entropy_coeff"),
     f"{_ACTOR}use_kl_loss": Key(("loss.reference_policy_kl_penalty",), "0 is off", _convert_kl),
     f"{_ACTOR}kl_loss_coef": read_with(f"{_ACTOR}use_kl_loss", "loss.reference_policy_kl_penalty"),
-    f"{_ACTOR}kl_loss_type": only_if(
-        f"{_ACTOR}use_kl_loss", True, chosen("loss.reference_policy_kl_type", _KL_TYPES)
-    ),
+    f"{_ACTOR}kl_loss_type": only_if(f"{_ACTOR}use_kl_loss", True, chosen("loss.reference_policy_kl_type", _KL_TYPES)),
     f"{_ACTOR}grad_clip": same("optimizer.clip_grad"),
     f"{_ACTOR}ulysses_sequence_parallel_size": same("parallel.context", unused=(None, 1)),
     f"{_ACTOR}router_replay.mode": Key(
@@ -455,7 +458,9 @@ KEYS: dict[str, Key] = {
     f"{_ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes": same("generation.refit_bucket_mb"),
     f"{_ROLLOUT}enable_rollout_routing_replay": same("generation.router_replay", unused=(None, False)),
     f"{_ROLLOUT}val_kwargs.n": Key(("eval.sets",), "of each set", _convert_validation),
-    f"{_ROLLOUT}val_kwargs.*": automatic("the evaluation on held-out data is greedy; sets of `eval.sets` have their own"),
+    f"{_ROLLOUT}val_kwargs.*": automatic(
+        "the evaluation on held-out data is greedy; sets of `eval.sets` have their own"
+    ),
     f"{_ROLLOUT}multi_turn.enable": missing(
         "set `rollout.worker=conversation` with `rollout.tools.functions` or `rollout.environment.name`",
         False,
@@ -524,9 +529,7 @@ KEYS: dict[str, Key] = {
     "trainer.max_actor_ckpt_to_keep": same("train.keep_checkpoints"),
     "trainer.resume_mode": chosen("resume", {"auto": True, "disable": False}),
     "trainer.resume_from_path": missing("set `init_from` to a checkpoint", here=("init_from",)),
-    "trainer.logger": Key(
-        ("logger.wandb", "logger.mlflow", "logger.swanlab"), "several at once", _convert_loggers
-    ),
+    "trainer.logger": Key(("logger.wandb", "logger.mlflow", "logger.swanlab"), "several at once", _convert_loggers),
     "trainer.project_name": read_with("trainer.logger", "logger.wandb.project"),
     "trainer.experiment_name": read_with("trainer.logger", "logger.wandb.name"),
     "trainer.rollout_data_dir": Key(
