@@ -114,6 +114,9 @@ def _convert_betas(value: Any, settings: Settings) -> Converted:
 
 def _convert_best(value: Any, settings: Settings) -> Converted:
     name = str(value).removeprefix("val:").removeprefix("val_")
+    saved, evaluated = settings.get("checkpointing.save_period"), settings.get("grpo.val_period")
+    if not evaluated or not saved or saved % evaluated:
+        return "train.keep_best needs a train.save_every that is a multiple of train.eval_every; set all three"
     if name in ("accuracy", "reward"):
         return {"train.keep_best": "reward"}
     return "set train.keep_best to an eval metric: reward, nll_per_token, preference_accuracy, …"

@@ -281,6 +281,14 @@ def test_two_keys_with_different_values_of_one_key_here_are_reported(tmp_path):
     assert dict(result.missing)["policy.megatron_cfg.optimizer.clip_grad"].startswith("it sets optimizer.clip_grad too")
 
 
+@pytest.mark.parametrize(("saved", "kept"), [(20, "reward"), (15, None)])
+def test_the_best_checkpoint_is_kept_only_if_every_saved_one_is_evaluated(tmp_path, saved, kept):
+    checkpoints = {"enabled": True, "save_period": saved, "metric_name": "val:accuracy"}
+    result = migrated(tmp_path, nested(grpo__val_period=10, policy={}, checkpointing=checkpoints))
+    assert result.values.get("train.keep_best") == kept
+    assert bool(result.missing) == (kept is None)
+
+
 def test_keys_of_the_backend_that_is_off_are_not_read(tmp_path):
     tree = nested(
         grpo={},
