@@ -77,9 +77,9 @@ def suggest_key(key: str, keys: Iterable[str]) -> str:
     refused = next((why for name, why in _UNSUPPORTED.items() if key == name or key.endswith(f".{name}")), None)
     if refused is not None:
         return f"; {refused}"
-    row = next((table.keys[key] for table in TABLES if key in table.keys), None)
-    if row is not None and not (row.here and row.is_translated):
-        return f"; {row.note}"
+    counterpart = next((table.keys[key] for table in TABLES if key in table.keys), None)
+    if counterpart is not None and not (counterpart.here and counterpart.is_translated):
+        return f"; {counterpart.note}"
     keys = sorted({path for path in keys if ("[]" in path) == ("[]" in key)})
     section, _, name = key.rpartition(".")
     siblings = [path for path in keys if path.rpartition(".")[0] == section]
@@ -90,8 +90,8 @@ def suggest_key(key: str, keys: Iterable[str]) -> str:
     meant = list(dict.fromkeys((*_find_elsewhere(key), *elsewhere, *similar))) or difflib.get_close_matches(
         key, siblings or keys, n=1, cutoff=0.75
     )
-    if row is not None:
-        meant = list(row.here)
+    if counterpart is not None:
+        meant = list(counterpart.here)
     if meant[:1] and meant[0] in _REMARKS:
         meant = meant[:1]
     if meant:
@@ -104,20 +104,22 @@ def suggest_key(key: str, keys: Iterable[str]) -> str:
 def _find_elsewhere(key: str) -> tuple[str, ...]:
     """Return the keys here of a key that ends as one of another library does."""
     *_, name = parts = key.split(".")
-    known = _endings() | NAMES_ELSEWHERE
-    return known.get(".".join(parts[-2:])) or known.get(name, ())
+    endings = _endings() | NAMES_ELSEWHERE
+    return endings.get(".".join(parts[-2:])) or endings.get(name, ())
 
 
 @cache
 def _endings() -> dict[str, tuple[str, ...]]:
     """Return the keys here by the last one and two names of other libraries' keys, if all keys with them agree."""
-    found: dict[str, set[tuple[str, ...]]] = {}
+    meanings: dict[str, set[tuple[str, ...]]] = {}
     for table in TABLES:
-        for key, row in table.keys.items():
+        for key, counterpart in table.keys.items():
             parts = key.split(".")
             for ending in {parts[-1], ".".join(parts[-2:])} if "*" not in key else ():
-                found.setdefault(ending, set()).add(row.here)
-    return {ending: next(iter(rows)) for ending, rows in found.items() if len(rows) == 1 and rows != {()}}
+                meanings.setdefault(ending, set()).add(counterpart.here)
+    return {
+        ending: next(iter(several)) for ending, several in meanings.items() if len(several) == 1 and several != {()}
+    }
 
 
 def tree_paths(tree: Mapping[str, object], prefix: str = "") -> Iterator[str]:

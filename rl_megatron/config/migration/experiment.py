@@ -24,14 +24,14 @@ class Translation:
 
     Attributes:
         values: Keys here with their values.
-        origins: Keys here with the keys of the file that they come from, as a comment names them.
+        comments: Keys here with the keys of the file that they come from, as a comment names them.
         missing: Settings of the file without a counterpart, with the reason and what to do instead.
         unknown: Settings of the file that the table does not have.
         unread: Beginnings of keys that the file's other settings turn off, with the reason.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, list[str]] = field(default_factory=dict)
+    comments: dict[str, list[str]] = field(default_factory=dict)
     missing: list[tuple[str, str]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     unread: dict[str, str] = field(default_factory=dict)
@@ -49,27 +49,33 @@ def translate(source: Source) -> Translation:
             if key in source.settings:
                 result.unread[beginning] = unread[beginning]
             continue
-        row = library.find(key)
+        counterpart = library.find(key)
         setting = f"{key}={_show(value)}"
-        if row is None:
+        if counterpart is None:
             if value != {}:  # a section without keys
                 result.unknown.append(setting)
             continue
-        converted = row.translate(value, settings)
+        converted = counterpart.translate(value, settings)
         is_default = key not in source.settings
         if isinstance(converted, str):
             result.missing.append((f"{setting} (default)" if is_default else setting, converted))
         for here, entry in converted.items() if isinstance(converted, Mapping) else ():
             is_short = entry == value or isinstance(value, list | dict) or key in library.sections
-            origin = key if is_short else f"{setting} ({row.note})" if row.note and here not in _PRESETS else setting
-            _add(result, here, entry, f"{_DEFAULT}{library.name}: {setting}" if is_default else origin)
+            comment = (
+                key
+                if is_short
+                else f"{setting} ({counterpart.note})"
+                if counterpart.note and here not in _PRESETS
+                else setting
+            )
+            _add(result, here, entry, f"{_DEFAULT}{library.name}: {setting}" if is_default else comment)
     return result
 
 
-def _add(result: Translation, here: str, value: Any, origin: str) -> None:
+def _add(result: Translation, here: str, value: Any, comment: str) -> None:
     """Add a value. Lists and mappings of several keys are joined; another value of a key is reported as missing."""
     if here not in result.values:
-        result.values[here], result.origins[here] = value, [origin]
+        result.values[here], result.comments[here] = value, [comment]
         return
     present = result.values[here]
     if isinstance(present, list) and isinstance(value, list):
@@ -77,12 +83,12 @@ def _add(result: Translation, here: str, value: Any, origin: str) -> None:
     elif isinstance(present, dict) and isinstance(value, dict):
         result.values[here] = {**value, **present}
     elif present != value:
-        if here not in _PRESETS and not origin.startswith(_DEFAULT):
-            first = result.origins[here][0]
-            result.missing.append((origin, f"it sets {here} too, which is {_show(present)} by {first}; choose one"))
+        if here not in _PRESETS and not comment.startswith(_DEFAULT):
+            first = result.comments[here][0]
+            result.missing.append((comment, f"it sets {here} too, which is {_show(present)} by {first}; choose one"))
         return
-    if not origin.startswith(_DEFAULT):
-        result.origins[here].append(origin)
+    if not comment.startswith(_DEFAULT):
+        result.comments[here].append(comment)
 
 
 def write_experiment(source: Source) -> str:
@@ -102,7 +108,7 @@ def _header(source: Source, result: Translation) -> Iterator[str]:
     yield "defaults:"
     for preset in _PRESETS:
         if preset in result.values:
-            yield f"  - override /{preset}: {result.values[preset]}  # {', '.join(result.origins[preset])}"
+            yield f"  - override /{preset}: {result.values[preset]}  # {', '.join(result.comments[preset])}"
 
 
 def _body(result: Translation) -> Iterator[str]:
@@ -124,7 +130,7 @@ def _body(result: Translation) -> Iterator[str]:
 
 def _lines(name: str, node: Any, result: Translation, indent: str) -> Iterator[str]:
     if isinstance(node, str):
-        yield f"{indent}{name}: {_to_yaml(result.values[node])}  # {', '.join(result.origins[node])}"
+        yield f"{indent}{name}: {_to_yaml(result.values[node])}  # {', '.join(result.comments[node])}"
         return
     yield f"{indent}{name}:"
     for child, below in node.items():

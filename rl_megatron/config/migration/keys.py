@@ -112,7 +112,7 @@ def read_with(other: str, *here: str) -> Key:
     return Key(here, f"read with `{other}`", unused=_Everything())
 
 
-def chosen(here: str, choices: Mapping[Any, object], note: str = "") -> Key:
+def rename(here: str, choices: Mapping[Any, object], note: str = "") -> Key:
     """Return a key with other names of the same values. A choice of None needs no key; others are reported."""
     names = ", ".join(map(str, choices))
 
@@ -129,9 +129,9 @@ def if_true(here: Mapping[str, object], note: str = "") -> Key:
     return Key(tuple(here), note, lambda value, settings: here if value else None)
 
 
-def computed(here: str, compute: Callable[[Any, Settings], object], note: str = "") -> Key:
+def compute(here: str, convert: Callable[[Any, Settings], object], note: str = "") -> Key:
     """Return a key whose value here is computed from its value and the other settings."""
-    return Key((here,), note, lambda value, settings: {here: compute(value, settings)})
+    return Key((here,), note, lambda value, settings: {here: convert(value, settings)})
 
 
 def only_if(other: str, wanted: object, key: Key) -> Key:
@@ -143,7 +143,7 @@ def only_if(other: str, wanted: object, key: Key) -> Key:
     return replace(key, convert=convert)
 
 
-def checkpoint_of(model: object) -> str:
+def name_checkpoint(model: object) -> str:
     """Return the directory of the checkpoint that `rl-megatron convert import` makes of a model."""
     return f"checkpoints/{str(model).rstrip('/').rpartition('/')[2]}"
 
@@ -151,7 +151,7 @@ def checkpoint_of(model: object) -> str:
 def initial_model() -> Key:
     """Return a key with the Hugging Face name or directory of the model that is trained."""
     here, note = ("init_from", "model"), "first `rl-megatron convert import`"
-    return Key(here, note, lambda value, settings: {"model": "init_from", "init_from": checkpoint_of(value)})
+    return Key(here, note, lambda value, settings: {"model": "init_from", "init_from": name_checkpoint(value)})
 
 
 def steps_only() -> Key:

@@ -10,8 +10,8 @@ from rl_megatron.config.migration.keys import (
     Library,
     Settings,
     automatic,
-    chosen,
-    computed,
+    rename,
+    compute,
     if_true,
     initial_model,
     missing,
@@ -75,7 +75,7 @@ def _convert_advantage(here: str) -> Key:
 def _convert_estimator(value: Any, settings: Settings) -> Converted:
     if value == "reinforce_plus_plus" and settings.get("grpo.adv_estimator.minus_baseline") is False:
         return {"algorithm.advantage_estimator": "reinforce_plus_plus"}
-    return chosen("algorithm.advantage_estimator", _ESTIMATORS).translate(value, settings)
+    return rename("algorithm.advantage_estimator", _ESTIMATORS).translate(value, settings)
 
 
 def _convert_shaping(value: Any, settings: Settings) -> Converted:
@@ -181,7 +181,7 @@ SECTIONS = {
 }
 
 
-def _rows_of_every_algorithm(section: str) -> dict[str, Key]:
+def _list_common_keys(section: str) -> dict[str, Key]:
     """Return the rows of keys that the sections of all algorithms have."""
     return {
         f"{section}": Key(tuple(SECTIONS[section]), "", lambda value, settings: SECTIONS[section]),
@@ -201,9 +201,9 @@ def _rows_of_every_algorithm(section: str) -> dict[str, Key]:
     }
 
 
-def _rows_of_megatron() -> dict[str, Key]:
+def _list_megatron_keys() -> dict[str, Key]:
     prefix = "policy.megatron_cfg."
-    rows = {
+    keys = {
         "tensor_model_parallel_size": same("parallel.tensor"),
         "pipeline_model_parallel_size": same("parallel.pipeline"),
         "context_parallel_size": same("parallel.context", "without packing too"),
@@ -259,11 +259,11 @@ def _rows_of_megatron() -> dict[str, Key]:
         "env_vars.*": missing("set environment variables before the command"),
         "*": automatic("it is chosen here, or changes no result"),
     }
-    return {f"{prefix}{name}": row for name, row in rows.items()}
+    return {f"{prefix}{name}": key for name, key in keys.items()}
 
 
-def _rows_of_dtensor() -> dict[str, Key]:
-    rows = {
+def _list_dtensor_keys() -> dict[str, Key]:
+    keys = {
         "tensor_parallel_size": same("parallel.tensor"),
         "context_parallel_size": same("parallel.context"),
         "expert_parallel_size": same("parallel.expert"),
@@ -282,11 +282,11 @@ def _rows_of_dtensor() -> dict[str, Key]:
         ),
         "*": automatic("models always run on megatron-core"),
     }
-    return {f"policy.dtensor_cfg.{name}": row for name, row in rows.items()}
+    return {f"policy.dtensor_cfg.{name}": key for name, key in keys.items()}
 
 
 KEYS: dict[str, Key] = {
-    **{name: row for section in SECTIONS for name, row in _rows_of_every_algorithm(section).items()},
+    **{name: row for section in SECTIONS for name, key in _list_common_keys(section).items()},
     "grpo.num_prompts_per_step": same("algorithm.prompts_per_step"),
     "grpo.num_generations_per_prompt": same("algorithm.samples_per_prompt"),
     _ESTIMATOR: Key(("algorithm.advantage_estimator",), "", _convert_estimator),
@@ -355,7 +355,7 @@ KEYS: dict[str, Key] = {
     "policy.tokenizer.chat_template": same("data.chat_template", "a Jinja file, or the template", ("default", None)),
     "policy.tokenizer.chat_template_kwargs": same("data.chat_template_kwargs"),
     "policy.hf_config_overrides": missing("set keys of `model`", {}),
-    "policy.train_global_batch_size": computed("train.global_batch_size", _sequences, "sequences: a pair is two"),
+    "policy.train_global_batch_size": compute("train.global_batch_size", _sequences, "sequences: a pair is two"),
     "policy.train_micro_batch_size": Key(
         ("train.micro_batch_size",),
         "with `train.batching=padded` only; sequences: a pair is two",
@@ -375,11 +375,11 @@ KEYS: dict[str, Key] = {
     "policy.max_total_sequence_length": Key(
         ("model.max_sequence_length",), "prompt and completion together", _convert_total_length
     ),
-    "policy.precision": chosen("precision", _PRECISIONS),
+    "policy.precision": rename("precision", _PRECISIONS),
     "policy.max_grad_norm": same("optimizer.clip_grad"),
     "policy.make_sequence_length_divisible_by": automatic("sequences are padded as the layout needs"),
     "policy.offload_optimizer_for_logprob": missing("the optimizer stays on the device", False),
-    "policy.refit_buffer_size_gb": computed("generation.refit_bucket_mb", lambda value, settings: value * 1024),
+    "policy.refit_buffer_size_gb": compute("generation.refit_bucket_mb", lambda value, settings: value * 1024),
     "policy.sequence_packing.enabled": if_true({"train.batching": "packed"}, "for every loss and layout"),
     "policy.sequence_packing.train_mb_tokens": only_if(
         "policy.sequence_packing.enabled", True, same("train.micro_batch_tokens")
@@ -400,9 +400,9 @@ KEYS: dict[str, Key] = {
     "policy.optimizer.kwargs.*": automatic("it changes no result"),
     "policy.scheduler": Key(("optimizer.warmup_steps", "optimizer.decay_style"), "", _convert_scheduler),
     "policy.scheduler.*": missing("set `optimizer.warmup_steps` and `optimizer.decay_style`"),
-    **_rows_of_dtensor(),
-    **_rows_of_megatron(),
-    "policy.generation.backend": chosen("generation.engine", _BACKENDS, "`embedded`: the policy itself generates"),
+    **_list_dtensor_keys(),
+    **_list_megatron_keys(),
+    "policy.generation.backend": rename("generation.engine", _BACKENDS, "`embedded`: the policy itself generates"),
     "policy.generation.max_new_tokens": Key(
         ("generation.max_new_tokens", "rollout.max_tokens", "model.max_sequence_length"),
         "32 here by default; prompt and completion together fit `model.max_sequence_length`",

@@ -195,7 +195,7 @@ def _read_script(file: Path, text: str) -> Source:
         names = ", ".join(map(_name, trainers))
         raise ConfigError(
             f"{file} calls {len(trainers)} trainers{f' ({names})' if names else ''}; it must call exactly one of "
-            f"{', '.join(trl.TRAINERS)}: name another file, or write each of them to a file of its own"
+            f"{', '.join(trl.TRAINERS)}: name another file, or write argument of them to a file of its own"
         )
     trainer = trainers[0]
     of_trainer = _arguments(trainer, "model")
@@ -220,8 +220,10 @@ def _read_script(file: Path, text: str) -> Source:
         elif name == "peft_config":
             config = script.follow(value)
             if isinstance(config, ast.Call) and _name(config) == "LoraConfig":
-                arguments = {key: script.read(each) for key, each in _arguments(config, "r").items()}
-                settings |= {f"LoraConfig.{key}": each for key, each in ({"target_modules": None} | arguments).items()}
+                arguments = {key: script.read(argument) for key, argument in _arguments(config, "r").items()}
+                settings |= {
+                    f"LoraConfig.{key}": argument for key, argument in ({"target_modules": None} | arguments).items()
+                }
             else:
                 settings["LoraConfig.r"] = Expression(ast.unparse(config))
         else:

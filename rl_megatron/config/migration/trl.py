@@ -14,8 +14,8 @@ from rl_megatron.config.migration.keys import (
     Library,
     Settings,
     automatic,
-    chosen,
-    computed,
+    rename,
+    compute,
     if_true,
     initial_model,
     missing,
@@ -200,7 +200,7 @@ def _convert_vllm_mode(value: Any, settings: Settings) -> Converted:
     return "start servers by rl-megatron serve, and name them in generation.vllm.server_nodes"
 
 
-def _of_vllm(here: str) -> Key:
+def _make_vllm_key(here: str) -> Key:
     """Return a key of vLLM servers that the run itself starts."""
 
     def convert(value: Any, settings: Settings) -> Converted:
@@ -284,13 +284,13 @@ def _convert_cpo_loss(value: Any, settings: Settings) -> Converted:
 
 def _convert_services(value: Any, settings: Settings) -> Converted:
     names = value if isinstance(value, list) else [value]
-    known = ("wandb", "mlflow", "swanlab", "trackio")
-    others = [name for name in names if name not in (*known, "none", "tensorboard")]
+    services = ("wandb", "mlflow", "swanlab", "trackio")
+    others = [name for name in names if name not in (*services, "none", "tensorboard")]
     if others:
-        return f"{others[0]} has no counterpart; these do: tensorboard, {', '.join(known)}"
+        return f"{others[0]} has no counterpart; these do: tensorboard, {', '.join(services)}"
     run = settings.get("run_name")
     key = {"mlflow": "run_name"}
-    return {f"logger.{name}": {key.get(name, "name"): run} if run else {} for name in names if name in known} or None
+    return {f"logger.{name}": {key.get(name, "name"): run} if run else {} for name in names if name in services} or None
 
 
 def _convert_strategy(value: Any, settings: Settings) -> Converted:
@@ -440,10 +440,10 @@ KEYS: dict[str, Key] = {
     "num_completions_to_print": read_with("log_completions", "rollout.save_prompts"),
     "use_vllm": Key(("generation.engine", "generation.refit"), "", _convert_use_vllm),
     "vllm_mode": Key(("generation.refit", "generation.vllm.server_nodes"), "", _convert_vllm_mode),
-    "vllm_gpu_memory_utilization": _of_vllm("generation.vllm.gpu_memory_utilization"),
-    "vllm_tensor_parallel_size": _of_vllm("generation.vllm.tensor_parallel_size"),
-    "vllm_max_model_length": _of_vllm("generation.vllm.max_model_len"),
-    "vllm_enable_sleep_mode": _of_vllm("generation.vllm.enable_sleep_mode"),
+    "vllm_gpu_memory_utilization": _make_vllm_key("generation.vllm.gpu_memory_utilization"),
+    "vllm_tensor_parallel_size": _make_vllm_key("generation.vllm.tensor_parallel_size"),
+    "vllm_max_model_length": _make_vllm_key("generation.vllm.max_model_len"),
+    "vllm_enable_sleep_mode": _make_vllm_key("generation.vllm.enable_sleep_mode"),
     "vllm_importance_sampling_correction": read_with(
         "vllm_importance_sampling_mode", "loss.use_importance_sampling_correction"
     ),
@@ -474,7 +474,7 @@ KEYS: dict[str, Key] = {
     ),
     "label_smoothing": missing("labels are not smoothed; write your own loss", 0.0),
     "max_length": same("model.max_sequence_length"),
-    "truncation_mode": chosen("data.too_long", {"keep_start": "truncate"}, "`truncate` cuts the end of the answer"),
+    "truncation_mode": rename("data.too_long", {"keep_start": "truncate"}, "`truncate` cuts the end of the answer"),
     "packing": if_true({"train.batching": "packed"}),
     "padding_free": if_true({"train.batching": "packed"}),
     "packing_strategy": automatic("sequences are never split"),
@@ -486,7 +486,7 @@ KEYS: dict[str, Key] = {
     "completion_only_loss": missing("the loss of prompts with answers is that of the answers", True),
     "dataset_text_field": missing("text without prompts is for `algorithm=pretrain`", "text", here=("algorithm",)),
     "center_rewards_coefficient": missing("set `mean` and `std` of the reward function `reward_model`"),
-    "lr_scheduler_type": chosen("optimizer.decay_style", _DECAYS),
+    "lr_scheduler_type": rename("optimizer.decay_style", _DECAYS),
     "lr_scheduler_kwargs": missing("set `optimizer.min_lr` and `optimizer.decay_steps`", here=("optimizer.min_lr",)),
     "warmup_steps": Key(("optimizer.warmup_steps",), "", _convert_warmup),
     "warmup_ratio": Key(("optimizer.warmup_steps",), "", _convert_warmup),
@@ -532,7 +532,7 @@ KEYS: dict[str, Key] = {
     "logging_steps": automatic("every step is logged"),
     "logging_*": automatic("every step is logged, in `output_dir`"),
     "log_*": automatic("`rollout.save_every` writes completions"),
-    "ddp_timeout": computed("train.collective_timeout_minutes", lambda value, settings: value / 60, "seconds there"),
+    "ddp_timeout": compute("train.collective_timeout_minutes", lambda value, settings: value / 60, "seconds there"),
     "push_to_hub": missing("`train.export_hf` writes directories for `hf upload`", False, here=("train.export_hf",)),
     "hub_*": read_with("push_to_hub"),
     "deepspeed": missing(_SHARDING, here=("optimizer.distributed",)),

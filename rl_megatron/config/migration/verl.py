@@ -10,8 +10,8 @@ from rl_megatron.config.migration.keys import (
     Library,
     Settings,
     automatic,
-    chosen,
-    computed,
+    rename,
+    compute,
     if_true,
     initial_model,
     missing,
@@ -121,7 +121,7 @@ def _convert_lora(value: Any, settings: Settings) -> Converted:
     return {"peft.r": value} if value else None
 
 
-def _of_lora(rank: str, key: Key) -> Key:
+def _make_lora_key(rank: str, key: Key) -> Key:
     """Return a key that has an effect only if the rank is above 0."""
     return Key(
         key.here,
@@ -163,7 +163,7 @@ def _convert_validation(value: Any, settings: Settings) -> Converted:
     return None if value == 1 else "set `n` and `temperature` of each set of eval.sets"
 
 
-def _rows_of_optimizer(section: str, here: str) -> dict[str, Key]:
+def _list_optimizer_keys(section: str, here: str) -> dict[str, Key]:
     return {
         f"{section}lr": same(f"{here}lr", "the default here, 1e-3, is for tiny models"),
         f"{section}min_lr": same(f"{here}min_lr"),
@@ -212,10 +212,10 @@ _LAYOUT = {
     "expert_model_parallel_size": same("parallel.expert"),
     "expert_tensor_parallel_size": same("parallel.expert_tensor", "1 here by default, not the tensor-parallel degree"),
     "use_distributed_optimizer": same("optimizer.distributed"),
-    "override_transformer_config.recompute_granularity": chosen("model.recompute", _RECOMPUTE),
+    "override_transformer_config.recompute_granularity": rename("model.recompute", _RECOMPUTE),
     "override_transformer_config.recompute_*": automatic("`full` recomputes every layer"),
     "override_transformer_config.*": missing("set keys of `model`", False, [], "flash", ["core_attn"]),
-    "dtype": chosen("precision", {"bfloat16": "bf16", "float32": "fp32"}),
+    "dtype": rename("precision", {"bfloat16": "bf16", "float32": "fp32"}),
     "param_offload": missing("the policy's weights stay on the device; see `generation.refit`", False),
     "optimizer_offload": missing("the optimizer stays on the device", False),
     "grad_offload": missing("gradients stay on the device", False),
@@ -236,7 +236,7 @@ KEYS: dict[str, Key] = {
         ("loss.use_kl_in_reward", "loss.reference_policy_kl_penalty"), "", _convert_kl_in_reward
     ),
     "algorithm.kl_penalty": only_if(
-        "algorithm.use_kl_in_reward", True, chosen("loss.reference_policy_kl_type", _KL_TYPES)
+        "algorithm.use_kl_in_reward", True, rename("loss.reference_policy_kl_type", _KL_TYPES)
     ),
     "algorithm.kl_ctrl.type": missing("the coefficient is fixed", "fixed"),
     "algorithm.kl_ctrl.kl_coef": read_with("algorithm.use_kl_in_reward", "loss.reference_policy_kl_penalty"),
@@ -286,7 +286,7 @@ KEYS: dict[str, Key] = {
         lambda value, settings: (
             None
             if settings.get("data.filter_overlong_prompts")
-            else chosen("data.too_long", {"error": "error", "left": "truncate"}).translate(value, settings)
+            else rename("data.too_long", {"error": "error", "left": "truncate"}).translate(value, settings)
         ),
     ),
     "data.filter_overlong_prompts": if_true({"data.too_long": "drop"}),
@@ -319,13 +319,13 @@ KEYS: dict[str, Key] = {
     ),
     f"{_MODEL}enable_activation_offload": missing("set `model.recompute`", False, here=("model.recompute",)),
     f"{_MODEL}lora_rank": Key(("peft.r",), "0 is off", _convert_lora),
-    f"{_MODEL}lora_alpha": _of_lora(f"{_MODEL}lora_rank", same("peft.lora_alpha")),
-    f"{_MODEL}target_modules": _of_lora(f"{_MODEL}lora_rank", same("peft.target_modules")),
-    f"{_MODEL}exclude_modules": _of_lora(f"{_MODEL}lora_rank", same("peft.exclude_modules")),
+    f"{_MODEL}lora_alpha": _make_lora_key(f"{_MODEL}lora_rank", same("peft.lora_alpha")),
+    f"{_MODEL}target_modules": _make_lora_key(f"{_MODEL}lora_rank", same("peft.target_modules")),
+    f"{_MODEL}exclude_modules": _make_lora_key(f"{_MODEL}lora_rank", same("peft.exclude_modules")),
     f"{_MODEL}lora.rank": Key(("peft.r",), "0 is off", _convert_lora),
-    f"{_MODEL}lora.alpha": _of_lora(f"{_MODEL}lora.rank", same("peft.lora_alpha")),
-    f"{_MODEL}lora.dropout": _of_lora(f"{_MODEL}lora.rank", same("peft.lora_dropout")),
-    f"{_MODEL}lora.target_modules": _of_lora(
+    f"{_MODEL}lora.alpha": _make_lora_key(f"{_MODEL}lora.rank", same("peft.lora_alpha")),
+    f"{_MODEL}lora.dropout": _make_lora_key(f"{_MODEL}lora.rank", same("peft.lora_dropout")),
+    f"{_MODEL}lora.target_modules": _make_lora_key(
         f"{_MODEL}lora.rank",
         missing("modules have their Hugging Face names, such as q_proj", here=("peft.target_modules",)),
     ),
@@ -393,7 +393,7 @@ KEYS: dict[str, Key] = {
     f"{_ACTOR}entropy_coeff": same("loss.entropy_coeff"),
     f"{_ACTOR}use_kl_loss": Key(("loss.reference_policy_kl_penalty",), "0 is off", _convert_kl),
     f"{_ACTOR}kl_loss_coef": read_with(f"{_ACTOR}use_kl_loss", "loss.reference_policy_kl_penalty"),
-    f"{_ACTOR}kl_loss_type": only_if(f"{_ACTOR}use_kl_loss", True, chosen("loss.reference_policy_kl_type", _KL_TYPES)),
+    f"{_ACTOR}kl_loss_type": only_if(f"{_ACTOR}use_kl_loss", True, rename("loss.reference_policy_kl_type", _KL_TYPES)),
     f"{_ACTOR}grad_clip": same("optimizer.clip_grad"),
     f"{_ACTOR}ulysses_sequence_parallel_size": same("parallel.context", unused=(None, 1)),
     f"{_ACTOR}router_replay.mode": Key(
@@ -407,20 +407,20 @@ KEYS: dict[str, Key] = {
     f"{_ACTOR}fsdp_config.*": automatic("models always run on megatron-core; `optimizer.distributed` shards its state"),
     f"{_ACTOR}profiler.*": automatic("set `profile.steps`"),
     f"{_ACTOR}*": automatic("it is chosen here, or changes no result"),
-    **_rows_of_optimizer(f"{_ACTOR}optim.", "optimizer."),
-    **{f"{_ACTOR}megatron.{name}": row for name, row in _LAYOUT.items()},
+    **_list_optimizer_keys(f"{_ACTOR}optim.", "optimizer."),
+    **{f"{_ACTOR}megatron.{name}": key for name, key in _LAYOUT.items()},
     "actor_rollout_ref.ref.megatron.param_offload": if_true({"train.reference": "offload"}),
     "actor_rollout_ref.ref.fsdp_config.param_offload": if_true({"train.reference": "offload"}),
     "actor_rollout_ref.ref.*": automatic("the reference uses the policy's layout and microbatches"),
-    "actor_rollout_ref.nccl_timeout": computed(
+    "actor_rollout_ref.nccl_timeout": compute(
         "train.collective_timeout_minutes", lambda value, settings: value / 60, "seconds there"
     ),
     "actor_rollout_ref.hybrid_engine": automatic("`generation.engine` and `generation.refit` decide it"),
-    _ENGINE: chosen("generation.engine", {"vllm": "vllm", "sglang": "sglang", "hf": "transformers"}),
+    _ENGINE: rename("generation.engine", {"vllm": "vllm", "sglang": "sglang", "hf": "transformers"}),
     f"{_ROLLOUT}n": same("algorithm.samples_per_prompt"),
     f"{_ROLLOUT}temperature": same("generation.temperature"),
     f"{_ROLLOUT}top_p": same("generation.top_p"),
-    f"{_ROLLOUT}top_k": computed("generation.top_k", _every, "off is 0 here, -1 there"),
+    f"{_ROLLOUT}top_k": compute("generation.top_k", _every, "off is 0 here, -1 there"),
     f"{_ROLLOUT}tensor_model_parallel_size": Key(
         ("generation.vllm.tensor_parallel_size", "generation.sglang.tp_size"),
         "",
@@ -500,7 +500,7 @@ KEYS: dict[str, Key] = {
     "reward_model.model.path": read_with("reward_model.enable", "reward.functions"),
     "reward_model.*": automatic("a reward model uses the policy's layout"),
     "reward_manager.*": automatic("rewards are functions"),
-    **_rows_of_optimizer("critic.optim.", "algorithm.critic_optimizer."),
+    **_list_optimizer_keys("critic.optim.", "algorithm.critic_optimizer."),
     "critic.cliprange_value": same("algorithm.value_clip"),
     "critic.model.path": Key(
         (),
@@ -521,13 +521,13 @@ KEYS: dict[str, Key] = {
             else None
         ),
     ),
-    "trainer.test_freq": computed("train.eval_every", _every, "0 here is -1 there"),
-    "trainer.save_freq": computed("train.save_every", _every, "0 here is -1 there"),
+    "trainer.test_freq": compute("train.eval_every", _every, "0 here is -1 there"),
+    "trainer.save_freq": compute("train.save_every", _every, "0 here is -1 there"),
     "trainer.val_before_train": automatic("the first evaluation always happens"),
     "trainer.critic_warmup": only_if(_ESTIMATOR, "gae", same("algorithm.critic_warmup_steps")),
     "trainer.default_local_dir": same("output_dir"),
     "trainer.max_actor_ckpt_to_keep": same("train.keep_checkpoints"),
-    "trainer.resume_mode": chosen("resume", {"auto": True, "disable": False}),
+    "trainer.resume_mode": rename("resume", {"auto": True, "disable": False}),
     "trainer.resume_from_path": missing("set `init_from` to a checkpoint", here=("init_from",)),
     "trainer.logger": Key(("logger.wandb", "logger.mlflow", "logger.swanlab"), "several at once", _convert_loggers),
     "trainer.project_name": read_with("trainer.logger", "logger.wandb.project"),
