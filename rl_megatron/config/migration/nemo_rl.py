@@ -10,13 +10,13 @@ from rl_megatron.config.migration.keys import (
     Library,
     Settings,
     automatic,
-    rename,
     compute,
     if_true,
     initial_model,
     missing,
     only_if,
     read_with,
+    rename,
     same,
     steps_only,
 )
@@ -286,7 +286,7 @@ def _list_dtensor_keys() -> dict[str, Key]:
 
 
 KEYS: dict[str, Key] = {
-    **{name: row for section in SECTIONS for name, key in _list_common_keys(section).items()},
+    **{name: key for section in SECTIONS for name, key in _list_common_keys(section).items()},
     "grpo.num_prompts_per_step": same("algorithm.prompts_per_step"),
     "grpo.num_generations_per_prompt": same("algorithm.samples_per_prompt"),
     _ESTIMATOR: Key(("algorithm.advantage_estimator",), "", _convert_estimator),

@@ -10,13 +10,13 @@ from rl_megatron.config.migration.keys import (
     Library,
     Settings,
     automatic,
-    rename,
     compute,
     if_true,
     initial_model,
     missing,
     only_if,
     read_with,
+    rename,
     same,
 )
 
