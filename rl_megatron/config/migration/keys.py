@@ -58,10 +58,14 @@ class Key:
         """Return the keys here for this value, a sentence if it has no counterpart, or None."""
         if value in self.unused:
             return None
+        by_hand = f"set {' or '.join(self.here)}" if self.here else self.note
         if isinstance(value, Expression):
-            return f"the file computes this value; set {' or '.join(self.here)}" if self.here else self.note
+            return f"the file computes this value; {by_hand}"
         if self.convert is not None:
-            return self.convert(value, settings)
+            try:
+                return self.convert(value, settings)
+            except (TypeError, ValueError, LookupError, AttributeError):  # it, or a value beside it, has another type
+                return f"this value, or one that it is read with, is computed or of an unknown form; {by_hand}"
         return {self.here[0]: value} if self.here else self.note
 
 

@@ -262,6 +262,14 @@ def test_a_script_is_not_executed_and_its_computed_values_are_listed(tmp_path):
     assert any("importing this file would train" in reason for reason in missing.values())
 
 
+@pytest.mark.parametrize("option", ["gradient_accumulation_steps=size", "generation_batch_size=2 * size"])
+def test_a_value_that_is_read_with_a_computed_one_is_listed(tmp_path, option):
+    result = migrated(tmp_path, f"GRPOTrainer('a/b', args=GRPOConfig('out', max_steps=3, {option}))\n", "script.py")
+    reasons = {setting.partition("=")[0]: reason for setting, reason in result.missing}
+    assert "set train.steps" in reasons["max_steps"] and "train.steps" not in result.values
+    assert "set train.global_batch_size or" in reasons["per_device_train_batch_size"]
+
+
 def test_what_has_no_counterpart_and_what_is_not_known_is_listed(tmp_path):
     tree = {"grpo": {"overlong_filtering": True, "max_num_stpes": 3}, "policy": {"made_up": {"key": 1}}}
     file = tmp_path / "theirs.yaml"
