@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tarfile
 import tempfile
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,14 +54,16 @@ def save(name: str, directory: str) -> list[float]:
 
 
 def main() -> None:
-    pool = WorkerPool()
-    for name in CASES:
-        with tempfile.TemporaryDirectory() as directory:
-            norms = pool.run(WORLD_SIZE, save, name, directory)[0]
-            (Path(directory) / CONTINUED).write_text(json.dumps(norms))
-            with tarfile.open(RELEASED / f"{__version__}_{name}.tar.xz", "x:xz", preset=9) as archive:
-                archive.add(directory, ".")
-    pool.close()
+    archives = {name: RELEASED / f"{__version__}_{name}.tar.xz" for name in CASES}
+    if existing := [path for path in archives.values() if path.exists()]:
+        raise SystemExit(f"{existing[0]} exists; the checkpoints of a release are not replaced")
+    with closing(WorkerPool()) as pool:
+        for name, archive in archives.items():
+            with tempfile.TemporaryDirectory() as directory:
+                norms = pool.run(WORLD_SIZE, save, name, directory)[0]
+                (Path(directory) / CONTINUED).write_text(json.dumps(norms))
+                with tarfile.open(archive, "x:xz", preset=9) as file:
+                    file.add(directory, ".")
 
 
 if __name__ == "__main__":
