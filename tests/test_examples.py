@@ -1,4 +1,7 @@
-"""The pages of docs/tutorials show their example files as they are; tests/end_to_end/test_examples.py runs them."""
+"""The examples have a README of one form, and the pages show their files as they are.
+
+tests/end_to_end/test_examples.py runs the commands of the tutorials and of the READMEs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 
 from tests.end_to_end.page_commands import blocks, commands
 from tests.forkserver import REPOSITORY, environment
@@ -15,6 +17,8 @@ from tests.forkserver import REPOSITORY, environment
 DIRECTORY = REPOSITORY / "docs" / "tutorials"
 PAGES = sorted(path.stem for path in DIRECTORY.glob("*.md"))
 EXAMPLES = REPOSITORY / "examples"
+READMES = sorted(EXAMPLES.glob("*/README.md"))
+QUESTION = re.compile(r"# (How do I [^\n]+\?)\n")
 # The files of pages whose experiments are part of the package, where others have a directory in examples/.
 SHIPPED = {"multi_turn": (REPOSITORY / "configs" / "experiment", REPOSITORY / "rl_megatron" / "rollouts" / "examples")}
 
@@ -40,17 +44,42 @@ def test_the_page_is_short_and_its_links_lead_somewhere(page):
         assert (DIRECTORY / target).exists(), target
 
 
-def test_every_example_has_a_page_and_no_file_is_unused():
-    # tests/packaging/test_cluster_files.py checks the files for clusters.
-    found = sorted(path.name for path in EXAMPLES.iterdir() if path.name != "cluster")
-    assert found == sorted([*(page for page in PAGES if page not in SHIPPED), *GUIDES])
-    pages = "".join(path.read_text() for path in (*(DIRECTORY / f"{name}.md" for name in PAGES), *GUIDES.values()))
-    for page in found:
-        for path in (EXAMPLES / page).rglob("*"):
-            if path.suffix == ".py":
-                assert path.name in pages, path
-            elif path.suffix == ".yaml":
-                assert isinstance(yaml.safe_load(path.read_text()), dict) and f"experiment={path.stem}" in pages, path
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_a_readme_has_a_question_commands_what_they_print_a_time_and_a_page(readme):
+    text = readme.read_text()
+    assert len(text.splitlines()) <= 15
+    assert QUESTION.match(text)
+    (code,), (printed,) = blocks(text, "bash"), blocks(text, "text")
+    assert text.index(code) < text.index(printed) < text.index("\nTime: ")
+    if readme.parent.name != "cluster":  # no cluster was at hand
+        assert re.search(r"^Time: (\d+ seconds|[\w ]*minutes?)\b.* on two CPU cores", text, re.MULTILINE)
+    targets = re.findall(r"\]\((?!http)([^)#]+)(?:#[\w-]+)?\)", text)
+    assert all((readme.parent / target).exists() for target in targets), targets
+    assert any(target.startswith("../../docs/") for target in targets)
+
+
+def test_a_tutorial_has_the_commands_of_its_readme():
+    for page in set(PAGES) - SHIPPED.keys():
+        own = commands((EXAMPLES / page / "README.md").read_text())
+        assert set(own) <= set(commands((DIRECTORY / f"{page}.md").read_text())), page
+
+
+def test_the_home_page_lists_the_examples_with_their_questions():
+    (table,) = re.findall(r"^## Examples\n(.*?)^## ", (REPOSITORY / "docs" / "index.md").read_text(), re.M | re.S)
+    listed = dict(re.findall(r"^\| ([^|]+\?) \| \[examples/(\w+)\]\(\.\./examples/\2/README\.md\) \|$", table, re.M))
+    assert listed == {QUESTION.match(path.read_text())[1]: path.parent.name for path in READMES}
+    assert sorted(listed.values()) == sorted(path.name for path in EXAMPLES.iterdir())
+
+
+def test_no_file_is_unused():
+    """A file of an example is named in its README, in its page, or in another file of the example."""
+    for example in EXAMPLES.iterdir():
+        files = [path for path in example.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+        pages = [REPOSITORY / "docs" / "tutorials" / f"{example.name}.md", GUIDES.get(example.name)]
+        texts = {path: path.read_text() for path in (*files, *pages) if path is not None and path.is_file()}
+        for path in set(files) - {example / "README.md"}:
+            name = f"experiment={path.stem}" if path.parent.name == "experiment" else path.name
+            assert any(name in text for other, text in texts.items() if other != path), path
 
 
 def test_metrics_that_differ_end_the_comparison_with_status_1(tmp_path):

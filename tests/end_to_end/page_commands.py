@@ -1,4 +1,7 @@
-"""Run the commands of a documentation page: in forks where that is possible, with SLURM's commands replaced."""
+"""Run the commands of a documentation page: in forks where that is possible, with SLURM's commands replaced.
+
+A README of examples/ also has the lines that its commands print, and how far a metric rises or falls.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from pathlib import Path
 
 from tests.docs.learning import check_learning, watching
 from tests.docs.tables import TOO_SHORT_TO_LEARN
-from tests.end_to_end.launch import TIMEOUT, Finished, Forks
+from tests.end_to_end.launch import TIMEOUT, Finished, Forks, metrics
 from tests.forkserver import REPOSITORY, environment
 from tests.ports import free_port
 
@@ -55,6 +58,9 @@ SLURM = {
         """,
 }
 
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
+_CHANGE = re.compile(r"(held-out )?`(\w+)` (rises above|falls below) ([\d.]*\d)")
+
 
 def blocks(page: str, language: str) -> list[str]:
     """Return the contents of the page's fenced blocks of a language."""
@@ -66,9 +72,37 @@ def commands(page: str) -> list[str]:
     return [line for block in blocks(page, "bash") for line in block.splitlines()]
 
 
+def check_readme(readme: str, printed: str, directory: Path) -> None:
+    """Check that commands print the lines of a README's text block, and that a metric changes as the README says.
+
+    Numbers differ between machines, so that the lines are compared without them. The README says what holds for the
+    numbers: "`reward` rises above 0.5" compares the first and the last steps of the last stage.
+
+    Args:
+        readme: The text of the README.
+        printed: What its commands have printed, in order.
+        directory: Where they ran.
+    """
+    (expected,) = blocks(readme, "text")
+    lines = iter(_NUMBER.sub("0", printed).splitlines())
+    for line in expected.splitlines():
+        assert any(_NUMBER.sub("0", line) in other for other in lines), f"{line!r} is not printed, in this order"
+    for held_out, name, change, limit in _CHANGE.findall(readme):
+        kind = "eval" if held_out else "train"
+        *_, output_dir = re.findall(r"^Written to (.*)$", printed, re.MULTILINE)
+        steps = [line for line in metrics(directory / output_dir) if line["kind"] == kind]
+        values = [line[name] for line in steps if line["stage"] == steps[-1]["stage"] and name in line]
+        count = 1 if held_out else 5
+        first, last = (sum(some) / count for some in (values[:count], values[-count:]))
+        low, high = (first, last) if change == "rises above" else (last, first)
+        assert low < float(limit) < high, (
+            f"{name} changes from {first} to {last}, but the README says: {change} {limit}"
+        )
+
+
 def repository_in(directory: Path) -> Path:
     """Make `directory` look like the repository's root to a command, and return it."""
-    for name in ("examples", "scripts", "rl_megatron"):
+    for name in ("examples", "scripts", "rl_megatron", ".venv-vllm"):
         (directory / name).symlink_to(REPOSITORY / name)
     return directory
 

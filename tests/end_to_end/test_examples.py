@@ -1,4 +1,4 @@
-"""The tutorials: the commands of each page run in their order, and do what the page says."""
+"""The examples: the commands of each tutorial and of each README run in their order, and do what the page says."""
 
 from __future__ import annotations
 
@@ -8,24 +8,40 @@ import shutil
 
 import pytest
 
+from tests.docs.tables import NOT_RUN
 from tests.end_to_end.launch import checkpoints, metrics
-from tests.end_to_end.page_commands import commands, repository_in, run
+from tests.end_to_end.page_commands import check_readme, commands, repository_in, run
 from tests.forkserver import REPOSITORY
 from tests.parallel.family_cases import assert_same_tensors, tensors
+from tests.vllm_servers import needs_vllm
 
 EXAMPLES = REPOSITORY / "examples"
+TUTORIALS = REPOSITORY / "docs" / "tutorials"
+# The commands of these are those of their tutorials, or tests/packaging/test_cluster_files.py checks their files.
+RUN_ELSEWHERE = {*(path.stem for path in TUTORIALS.glob("*.md")), "cluster"}
+READMES = [
+    pytest.param(path.parent.name, marks=needs_vllm if "vllm" in path.parent.name else ())
+    for path in sorted(EXAMPLES.glob("*/README.md"))
+    if path.parent.name not in RUN_ELSEWHERE
+]
 
 
 @pytest.fixture
 def follow(tmp_path, forks):
-    """`follow(page)`: run the page's commands one after the other; yields each command with its output."""
+    """`follow(page)`: run the page's commands one after the other; yields each command with its output.
+
+    At the end, the README of the example is compared with what its commands, which the page has as well, have printed.
+    """
     directory = repository_in(tmp_path)
 
     def commands_of(page):
-        for command in commands((REPOSITORY / "docs" / "tutorials" / f"{page}.md").read_text()):
+        readme, printed = (EXAMPLES / page / "README.md").read_text(), {}
+        for command in commands((TUTORIALS / f"{page}.md").read_text()):
             done = run(command, directory, forks)
             assert done.status == 0, (command, done)
+            printed.setdefault(command, done.err + done.out)
             yield command, done.out
+        check_readme(readme, "".join(printed[command] for command in commands(readme)), directory)
 
     return commands_of
 
@@ -42,6 +58,18 @@ def close(run, other, names):
     """The metrics of two runs' training steps agree within rounding."""
     pairs = zip(run, other, strict=True)
     return all(one[name] == pytest.approx(two[name], rel=1e-4) for one, two in pairs for name in names)
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_an_example_does_what_its_readme_says(name, tmp_path, forks):
+    readme, printed = (EXAMPLES / name / "README.md").read_text(), ""
+    directory = repository_in(tmp_path)
+    for command in commands(readme):
+        if not any(re.match(pattern, command) for pattern in NOT_RUN):
+            done = run(command, directory, forks)
+            assert done.status == 0, (command, done)
+            printed += done.err + done.out
+    check_readme(readme, printed, directory)
 
 
 def test_a_loss_of_ones_own(tmp_path, follow):
@@ -87,6 +115,7 @@ def test_an_algorithm_of_ones_own(tmp_path, follow):
     next(followed)
     assert checkpoints(output_dir, "improve") == ["step-000020"]
     _, printed = next(followed)
+    assert next(followed, None) is None
     assert "improve step 21/30" in printed and "improve step 20/30" not in printed
     assert metrics(output_dir) == before, "the resumed run takes the same steps"
 
@@ -151,7 +180,7 @@ def test_grpo_from_python(tmp_path, follow):
     assert mean(one[-10:], "reward") > mean(one[:10], "reward") + 0.05
     assert mean(one[-10:], "reward_right_score") > 0.85
     assert close(one[:2], two[:2], ("loss", "reward", "grad_norm")), "two ranks take the same steps"
-    page = (REPOSITORY / "docs" / "tutorials" / "grpo_from_python.md").read_text()
+    page = (TUTORIALS / "grpo_from_python.md").read_text()
     file = (EXAMPLES / "grpo_from_python" / "train.py").read_text()
     assert file in page and len([line for line in file.splitlines() if line.strip()]) <= 25
     (shown,) = (out for command, out in outputs.items() if "show-batch" in command)
