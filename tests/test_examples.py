@@ -6,12 +6,18 @@ tests/end_to_end/test_examples.py runs the commands of the tutorials and of the 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
-from tests.end_to_end.page_commands import blocks, commands
+from rl_megatron.cli.parser import build_parser
+from rl_megatron.config.checkpoint_metadata import HUGGING_FACE
+from rl_megatron.config.loading.load import load_config
+from tests.docs import inputs
+from tests.docs.forked import Fork
+from tests.end_to_end.page_commands import blocks, commands, repository_in
 from tests.forkserver import REPOSITORY, environment
 
 DIRECTORY = REPOSITORY / "docs" / "tutorials"
@@ -93,3 +99,29 @@ def test_metrics_that_differ_end_the_comparison_with_status_1(tmp_path):
             [*compare, other], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60
         )
         assert done.returncode == status, done
+
+
+def test_the_page_on_agents_shows_the_agent_of_its_example():
+    assert (EXAMPLES / "agent" / "agent.py").read_text() in (REPOSITORY / "docs" / "agents.md").read_text()
+
+
+@pytest.mark.change
+def test_the_configurations_of_the_readmes_are_valid(tmp_path, forks):
+    """Nightly runs the commands. This test notices a renamed key before."""
+    directory = repository_in(tmp_path)
+    with Fork(forks.context, directory) as fork:
+        for readme in READMES:
+            for experiment in (readme.parent / "experiment").glob("*.yaml"):
+                for checkpoint in re.findall(r"^init_from: (.*)$", experiment.read_text(), re.MULTILINE):
+                    inputs.checkpoint_without_weights(directory / checkpoint)
+                    inputs.tokenizer(directory / checkpoint / HUGGING_FACE)
+            for command in commands(readme.read_text()):
+                _, is_run, overrides = command.partition(" train ")
+                if is_run:
+                    fork.call(compose, shlex.split(overrides))
+
+
+def compose(arguments: list[str]) -> None:
+    """Compose the configuration of `rl-megatron train` with these arguments."""
+    parsed, rest = build_parser().parse_known_args(["train", *arguments])
+    load_config(parsed.overrides + rest, parsed.config_dir, parsed.config_name)

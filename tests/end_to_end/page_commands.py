@@ -92,7 +92,7 @@ def check_readme(readme: str, printed: str, directory: Path) -> None:
         *_, output_dir = re.findall(r"^Written to (.*)$", printed, re.MULTILINE)
         steps = [line for line in metrics(directory / output_dir) if line["kind"] == kind]
         values = [line[name] for line in steps if line["stage"] == steps[-1]["stage"] and name in line]
-        count = 1 if held_out else 5
+        count = 1 if held_out else min(5, len(values) // 2)
         first, last = (sum(some) / count for some in (values[:count], values[-count:]))
         low, high = (first, last) if change == "rises above" else (last, first)
         assert low < float(limit) < high, (
