@@ -5,10 +5,12 @@ tests/end_to_end/test_examples.py runs the commands of the tutorials and of the 
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -17,7 +19,7 @@ from rl_megatron.config.checkpoint_metadata import HUGGING_FACE
 from rl_megatron.config.loading.load import load_config
 from tests.docs import inputs
 from tests.docs.forked import Fork
-from tests.end_to_end.page_commands import blocks, commands, repository_in
+from tests.end_to_end.page_commands import blocks, check_readme, commands, repository_in
 from tests.forkserver import REPOSITORY, environment
 
 DIRECTORY = REPOSITORY / "docs" / "tutorials"
@@ -103,6 +105,29 @@ def test_metrics_that_differ_end_the_comparison_with_status_1(tmp_path):
 
 def test_the_page_on_agents_shows_the_agent_of_its_example():
     assert (EXAMPLES / "agent" / "agent.py").read_text() in (REPOSITORY / "docs" / "agents.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [
+        ("The `reward` rises above 0.5:\n```text\nstep 1: reward 0.25\nstep 2\n```", None),
+        ("The `reward` rises above 0.5:\n```text\nstep 2\nstep 1: reward 0.25\n```", "is not printed"),
+        ("The `reward` rises above 0.5:\n```text\nstep 1: accuracy 0.25\n```", "is not printed"),
+        ("The `reward` rises above 0.8:\n```text\nstep 1\n```", "changes from 0.3 to 0.7"),
+        ("The `reward` rises above 0.2:\n```text\nstep 1\n```", "changes from 0.3 to 0.7"),
+        ("The `reward` falls below 0.5:\n```text\nstep 1\n```", "changes from 0.3 to 0.7"),
+        ("The held-out `reward` rises above 0.5:\n```text\nstep 1\n```", "changes from 0.4 to 0.4"),
+    ],
+)
+def test_a_readme_that_says_something_else_is_noticed(says, message, tmp_path):
+    steps = [
+        {"stage": "grpo", "step": step, "kind": "train", "reward": reward} for step, reward in enumerate((0.3, 0.7))
+    ]
+    lines = [{"stage": "sft", "kind": "train", "reward": 0.9}, *steps, {"stage": "grpo", "kind": "eval", "reward": 0.4}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    printed = "step 1: reward 0.3  loss 2\nstep 2: loss -1e-3\nWritten to .\n"
+    with nullcontext() if message is None else pytest.raises(AssertionError, match=message):
+        check_readme(f"{says}\n", printed, tmp_path)
 
 
 @pytest.mark.change
