@@ -8,7 +8,6 @@ import shutil
 
 import pytest
 
-from tests.docs.tables import NOT_RUN
 from tests.end_to_end.launch import checkpoints, metrics
 from tests.end_to_end.page_commands import check_readme, commands, repository_in, run
 from tests.forkserver import REPOSITORY
@@ -65,7 +64,7 @@ def test_an_example_does_what_its_readme_says(name, tmp_path, forks):
     readme, printed = (EXAMPLES / name / "README.md").read_text(), ""
     directory = repository_in(tmp_path)
     for command in commands(readme):
-        if not any(re.match(pattern, command) for pattern in NOT_RUN):
+        if not command.startswith("scripts/install"):  # tests/packaging runs these
             done = run(command, directory, forks)
             assert done.status == 0, (command, done)
             printed += done.err + done.out
