@@ -1,7 +1,7 @@
 """Compare the tokens per second of rollout engines with `model.generate` of transformers, on equal work:
 
     python benchmarks/generation.py
-    python benchmarks/generation.py --engines embedded transformers --prompts ../shared/data/gsm8k
+    python benchmarks/generation.py --engines embedded transformers --prompts path/to/gsm8k
 
 All sides complete the same prompts with the same weights of a Llama, at temperature 1. They alternate, one round each.
 In the mode "equal", every completion has `--tokens` tokens. In the mode "mixed", completion i has its own length, drawn

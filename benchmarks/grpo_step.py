@@ -8,9 +8,9 @@ own and take turns, one step each, with the same number of torch's threads. TRL 
 computes in fp32 and does not recompute activations. We have a row for every combination of `train.batching` (packed,
 padded) and `algorithm.recompute_logprobs` (auto, always).
 
-X
-other phase has, so the phases add up to the step. On a machine with other work, --processor-time says more than
-wall-clock time. Our phase "generate" includes the logprob check (`generation.gate_prompts`), which TRL does not have.
+The phases add up to the step: "other" is the time that no other phase has. On a machine with other work,
+--processor-time says more than wall-clock time. Our phase "generate" includes the logprob check
+(`generation.gate_prompts`), which TRL does not have.
 """
 
 from __future__ import annotations

@@ -29,13 +29,15 @@ The ranks' imbalance is below 0.03 % for every one of them.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -155,13 +157,18 @@ def table(title: str, measured: dict[str, Figures]) -> Table:
     return result
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description="Waste and imbalance of the ways to form microbatches.")
+    made.add_argument("path", help="directory with train.jsonl and test.jsonl: question and answer")
+    made.add_argument("--global-batch-size", type=int, nargs="+", default=[2048], help="rows of one optimizer step")
+    made.add_argument("--pack-size", type=int, default=4096, help="tokens of a pack, and of a padded microbatch")
+    made.add_argument("--data-parallel", type=int, default=8, help="simulated ranks")
+    made.add_argument("--output", type=Path, metavar="FILE", help="write the figures there, as JSON")
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Waste and imbalance of the ways to form microbatches.")
-    parser.add_argument("path", help="directory with train.jsonl and test.jsonl: question and answer")
-    parser.add_argument("--global-batch-size", type=int, nargs="+", default=[2048], help="rows of one optimizer step")
-    parser.add_argument("--pack-size", type=int, default=4096, help="tokens of a pack, and of a padded microbatch")
-    parser.add_argument("--data-parallel", type=int, default=8, help="simulated ranks")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     ranks, pack_size = options.data_parallel, options.pack_size
     try:
         lengths, cost = read_lengths(options.path, pack_size)
@@ -170,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     whole = len(lengths) - len(lengths) % ranks
     console = Console()
+    tables: dict[int, dict[str, dict[str, float]]] = {}
     console.print(f"{len(lengths)} rows, {sum(lengths)} tokens; {ranks} ranks, packs of {pack_size}")
     for size in (*options.global_batch_size, whole):
         if size % ranks or not 0 < size <= len(lengths):
@@ -177,6 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         measured = {name: measure(planner, lengths, size, ranks, pack_size, cost) for name, planner in PLANNERS.items()}
         console.print(table(f"{size} rows per global batch" + (" (all)" if size == whole else ""), measured))
+        tables[size] = {name: asdict(figures) for name, figures in measured.items()}
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps({"sequences": len(lengths), "figures": tables}, indent=2) + "\n")
     return 0
 
 

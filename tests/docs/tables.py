@@ -65,6 +65,7 @@ NOT_RUN = {
     r"git clone\b": "it needs the network",
     r"(pip|python -m pip) install ": "it needs the network; tests/packaging installs the wheel",
     r"(bash )?scripts/(install\w*|test|quickstart)\.sh": "it installs the package; tests/packaging runs the script",
+    r"scripts/figures\.sh": "it takes half an hour; tests/test_figures.py tests its steps",
     r"scripts/gpu_bundle\.sh": "it needs the network, and minutes; tests/test_gpu_check.py tests its steps",
     r"scripts/gpu_check\.sh": "it needs a GPU; tests/packaging and tests/test_gpu_check.py run it on the CPU",
     r"\.ci/run": "it runs this test",
