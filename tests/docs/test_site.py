@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from docs import hooks
 from tests.forkserver import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
+SEARCH_INDEX = "search/search_index.json"
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,19 @@ def test_every_page_is_built_and_loads_nothing_from_other_sites(site):
         assert not loaded, f"{name} loads {loaded}"
     assert "<math" in built["losses.md"] and "```" not in built["losses.md"]
     assert not list(site.rglob("*.py")), "the generators are not part of the site"
+
+
+@pytest.mark.change
+def test_every_page_is_two_clicks_from_the_landing_page_and_found_by_search(site):
+    pages = {path.relative_to(site).as_posix() for path in site.rglob("*.html")} - {"404.html"}
+    reached = {"index.html"}
+    for _ in range(2):
+        for name in tuple(reached):
+            targets = re.findall(r'<a [^>]*href="([^"#:?]+\.html)(?:#[^"]*)?"', (site / name).read_text())
+            reached |= {os.path.normpath(os.path.join(os.path.dirname(name), target)) for target in targets}
+    assert pages <= reached, pages - reached
+    found = {entry["location"].partition("#")[0] for entry in json.loads((site / SEARCH_INDEX).read_text())["docs"]}
+    assert pages <= found, pages - found
 
 
 @pytest.mark.change
