@@ -67,6 +67,16 @@ OTHER_MEANINGS = {
         for name in ("dpo", "grpo", "sft")
     },
     **{("rl_megatron.algorithms", name): "the module in __all__" for name in ALGORITHMS},
+    **{
+        (f"rl_megatron.config.migration.{module}", name): "a key of another library, or its value in an experiment"
+        for module, names in {
+            "experiment": "sft",
+            "nemo_rl": "distillation dpo grpo on_policy_distillation preference reward_model sft",
+            "trl": "dpo grpo kto on_policy_distillation online_dpo preference pretrain reward_model sft text",
+            "verl": "grpo ppo prompts",
+        }.items()
+        for name in names.split()
+    },
 }
 CHOICE = re.compile(rf"\b(?:algorithm|algorithm\.name|data\.source)=({'|'.join(OWN_FILES)})\b")
 

@@ -12,7 +12,7 @@ import yaml
 from docs.generate_coming_from import FILES, PAGES
 from rl_megatron.cli import main
 from rl_megatron.config import schema
-from rl_megatron.config.checkpoint_metadata import MANIFEST
+from rl_megatron.config.checkpoint_metadata import FORMAT, MANIFEST
 from rl_megatron.config.loading.hints import schema_paths, suggest_key
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.loading.settings import LOSS_SETTINGS
@@ -44,7 +44,7 @@ def compose(tmp_path, monkeypatch):
         begun = yaml.safe_load(text).get("init_from")
         if begun is not None:
             Path(begun).mkdir(parents=True)
-            (Path(begun) / MANIFEST).write_text(json.dumps({"model": asdict(ModelConfig())}))
+            (Path(begun) / MANIFEST).write_text(json.dumps({"format": FORMAT, "model": asdict(ModelConfig())}))
         return load_config(["experiment=theirs"], str(directory))
 
     return load
