@@ -1,11 +1,12 @@
-"""Measure the README's figures on this machine, and write docs/figures.md and its pictures.
+"""Measure the README's figures on this machine, and write a page with pictures.
 
-    python docs/generate_figures.py                         # what needs no data, about 25 minutes on two quiet cores
-    python docs/generate_figures.py --gsm8k path/to/gsm8k   # also what is measured on GSM8K, about 10 minutes more
-    python docs/generate_figures.py --render                # the page and the pictures again, from the stored results
+    python docs/generate_figures.py                         # what needs no data, about ten minutes on two quiet cores
+    python docs/generate_figures.py --gsm8k path/to/gsm8k   # also what is measured on GSM8K, about 15 minutes in all
+    python docs/generate_figures.py --publish …             # as docs/figures.md, instead of outputs/figures/figures.md
+    python docs/generate_figures.py --render                # docs/figures.md again, from the stored results
 
-Each benchmark writes its results to `outputs/figures`. A repeated command measures only those that are missing there,
-and then stores them in benchmarks/results/figures.json. tests/test_figures.py compares the page with them.
+Each benchmark writes its results to `outputs/figures/COMMIT`. A repeated command measures only those that are missing
+there. `--publish` stores all of them in benchmarks/results/figures.json; tests/test_figures.py compares the page with it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ sys.path.insert(0, str(REPOSITORY))
 PAGE = REPOSITORY / "docs" / "figures.md"
 PICTURES = REPOSITORY / "docs" / "images" / "figures"
 RESULTS = REPOSITORY / "benchmarks" / "results" / "figures.json"
-RAW = REPOSITORY / "outputs" / "figures"
+OUTPUT = REPOSITORY / "outputs" / "figures"
 _GSM8K = "path/to/gsm8k"  # an argument of a command, which --gsm8k replaces
 _TORCHRUN = ("torchrun", "--nproc-per-node", "2")
 
@@ -53,7 +54,7 @@ class Figure:
         text: What is compared, and which values are better.
         column: The heading of the values.
         form: The format of a value.
-        commands: The benchmarks. The path after `--output` is relative to `outputs/figures`.
+        commands: The benchmarks. The last word of each has the path of its output, relative to the commit's directory.
         read: A function that returns the bars from the files that the commands wrote.
     """
 
@@ -124,7 +125,7 @@ FIGURES = (
         "This is the accuracy after each stage, on problems that no stage was trained on. Higher is better.",
         "accuracy", ".4f",
         ((*_TORCHRUN, "-m", "rl_megatron", "train", "experiment=quickstart", "parallel.tensor=2", "resume=false",
-          "output_dir=outputs/figures/quickstart"),),
+          "output_dir=quickstart"),),
         _read_quickstart,
     ),
     Figure(
@@ -168,29 +169,30 @@ def measure(figures: Sequence[Figure], raw: Path, gsm8k: Path | None) -> None:
     commands = [(figure, command) for figure in figures for command in figure.commands]
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for number, (figure, command) in enumerate(commands, 1):
-        target = raw / command[-1].removeprefix("output_dir=outputs/figures/")
+        key, _, name = command[-1].rpartition("=")
+        target = raw / name
         if target.exists():
             continue
         print(f"{number} of {len(commands)}: {figure.title}: {' '.join(command)}", flush=True)
         # A benchmark that is interrupted must leave nothing that looks like a result.
-        partial = raw / f"unfinished-{target.name}"
+        partial = raw / f"unfinished-{name}"
         shutil.rmtree(partial, ignore_errors=True)
         words = [str(gsm8k) if word == _GSM8K else word for word in command[:-1]]
-        words.append(f"output_dir={partial}" if command[-1].startswith("output_dir=") else str(partial))
+        words.append(f"{key}={partial}" if key else str(partial))
         began = time.monotonic()
         done = subprocess.run(words, cwd=REPOSITORY, env=environment)
         if done.returncode:
-            sys.exit(f"error: the command ended with status {done.returncode}; repeat this one to go on from here")
+            sys.exit(f"error: the command ended with status {done.returncode}; repeat this one to continue")
         partial.rename(target)
         print(f"{time.monotonic() - began:.0f} s", flush=True)
 
 
 def collect(figures: Sequence[Figure], raw: Path) -> dict[str, Any]:
-    """Return the figures with the machine, the versions and the day."""
+    """Return the figures with the machine, the versions, the commit and the day."""
     machine = json.loads((raw / "logprobs" / "logprobs.json").read_text())["environment"]
     return {
         "date": date.today().isoformat(),
-        "processor": machine["processor"], "cores": machine["cores"], "commit": machine["commit"],
+        "processor": machine["processor"], "cores": machine["cores"], "commit": raw.name,
         "python": ".".join(map(str, sys.version_info[:3])), "versions": machine["versions"],
         "figures": {figure.name: [asdict(bar) for bar in figure.read(raw)] for figure in figures},
     }  # fmt: skip
@@ -200,13 +202,22 @@ def read_bars(results: dict[str, Any], name: str) -> list[Bar]:
     return [Bar(**bar) for bar in results["figures"][name]]
 
 
+def write_page(results: dict[str, Any], page: Path, pictures: Path) -> None:
+    """Write the page and, beside it in `images/figures`, its pictures."""
+    for figure in FIGURES:
+        if figure.name in results["figures"]:
+            draw(figure, read_bars(results, figure.name), pictures / f"{figure.name}.png")
+    page.write_text(render_page(results))
+    print(f"{page.relative_to(REPOSITORY)} is written")
+
+
 def render_page(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
         "# Figures", "",
-        f"`scripts/figures.sh` made this page on {results['date']}, at commit `{results['commit']}`, on a machine with "
+        f"`scripts/figures.sh --publish` made this page on {results['date']}, at commit `{results['commit']}`, on a machine with "
         f"{results['cores']} cores ({results['processor']}), with Python {results['python']}, {versions}.", "",
-        "Repeat it on your machine:", "", "```bash", "scripts/figures.sh", f"scripts/figures.sh --gsm8k {_GSM8K}",
+        "Repeat it on your machine. The page is then in `outputs/figures`:", "", "```bash", "scripts/figures.sh", f"scripts/figures.sh --gsm8k {_GSM8K}",
         "```", "",
         "All sides of a comparison run on the same machine and take turns, and times are medians. Another machine has "
         "other times; the ratios are what to compare. [Performance](performance.md) has more measurements and explains "
@@ -244,24 +255,37 @@ def draw(figure: Figure, bars: Sequence[Bar], picture: Path) -> None:
     pyplot.close(drawing)
 
 
+def read_commit() -> str:
+    """Return the short name of the commit, with "-changed" if files differ from it."""
+    git = ["git", "-C", str(REPOSITORY)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True)
+    return commit.stdout.strip() + ("-changed" if changed.stdout.strip() else "")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gsm8k", type=Path, help="a directory with train.jsonl and test.jsonl of GSM8K")
-    parser.add_argument("--render", action="store_true", help="measure nothing")
+    parser.add_argument("--publish", action="store_true", help="write docs/figures.md; needs --gsm8k")
+    parser.add_argument("--render", action="store_true", help="measure nothing, and write docs/figures.md again")
     options = parser.parse_args(arguments)
-    if not options.render:
-        if options.gsm8k is not None and not (options.gsm8k / "train.jsonl").is_file():
-            parser.error(f"--gsm8k {options.gsm8k}: train.jsonl is not there; the repository openai/gsm8k has it")
-        figures = [figure for figure in FIGURES if options.gsm8k or not any(_GSM8K in c for c in figure.commands)]
-        RAW.mkdir(parents=True, exist_ok=True)
-        measure(figures, RAW, options.gsm8k and options.gsm8k.resolve())
-        RESULTS.write_text(json.dumps(collect(figures, RAW), indent=2, ensure_ascii=False) + "\n")
-    results = json.loads(RESULTS.read_text())
-    for figure in FIGURES:
-        if figure.name in results["figures"]:
-            draw(figure, read_bars(results, figure.name), PICTURES / f"{figure.name}.png")
-    PAGE.write_text(render_page(results))
-    print(f"{PAGE.relative_to(REPOSITORY)} is written")
+    if options.render:
+        write_page(json.loads(RESULTS.read_text()), PAGE, PICTURES)
+        return 0
+    if options.gsm8k is None and options.publish:
+        parser.error("--publish needs --gsm8k: the page has figures that are measured on it")
+    if options.gsm8k is not None and not (options.gsm8k / "train.jsonl").is_file():
+        parser.error(f"--gsm8k {options.gsm8k}: train.jsonl is not there; the repository openai/gsm8k has it")
+    figures = [figure for figure in FIGURES if options.gsm8k or not any(_GSM8K in c for c in figure.commands)]
+    raw = OUTPUT / read_commit()
+    raw.mkdir(parents=True, exist_ok=True)
+    measure(figures, raw, options.gsm8k and options.gsm8k.resolve())
+    results = collect(figures, raw)
+    if options.publish:
+        RESULTS.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        write_page(results, PAGE, PICTURES)
+    else:
+        write_page(results, OUTPUT / PAGE.name, OUTPUT / "images" / "figures")
     return 0
 
 

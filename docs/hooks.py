@@ -23,7 +23,10 @@ from mkdocs.structure.pages import Page
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
 # Files of the repository that are pages of the site, by the address of the page.
-PAGES_FROM_THE_REPOSITORY = {"changelog.md": "CHANGELOG.md"}
+PAGES_FROM_THE_REPOSITORY = {"changelog.md": "CHANGELOG.md"} | {
+    f"examples/{readme.parent.name}.md": readme.relative_to(REPOSITORY).as_posix()
+    for readme in sorted(REPOSITORY.glob("examples/*/README.md"))
+}
 LOG = logging.getLogger("mkdocs.hooks")  # a warning here fails `mkdocs build --strict`
 
 _CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install the package, measure the README's figures on this machine, and write docs/figures.md with its pictures.
-#   scripts/figures.sh [--gsm8k DIR] [--render]     see docs/generate_figures.py
+# Install the package, measure the README's figures on this machine, and write a page with pictures.
+#   scripts/figures.sh [--gsm8k DIR] [--publish]     see docs/generate_figures.py
 # PYTHON, VENV    as in scripts/install.sh
 set -euo pipefail
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -142,11 +142,19 @@ def test_the_configurations_of_the_readmes_are_valid(tmp_path, forks):
                     inputs.tokenizer(directory / checkpoint / HUGGING_FACE)
             for command in commands(readme.read_text()):
                 _, is_run, overrides = command.partition(" train ")
-                if is_run:
-                    fork.call(compose, shlex.split(overrides))
+                for extra in fork.call(list_extras, shlex.split(overrides)) if is_run else ():
+                    assert f"`{extra}`" in readme.read_text(), f"{readme} does not name the extra {extra}"
 
 
-def compose(arguments: list[str]) -> None:
-    """Compose the configuration of `rl-megatron train` with these arguments."""
+EXTRAS = {
+    "tools": lambda rollout: rollout.tools.functions,
+    "gateway": lambda rollout: rollout.worker == "agent",
+    "data": lambda rollout: rollout.async_enabled,
+}
+
+
+def list_extras(arguments: list[str]) -> list[str]:
+    """Compose the configuration of `rl-megatron train` with these arguments, and return the extras that it needs."""
     parsed, rest = build_parser().parse_known_args(["train", *arguments])
-    load_config(parsed.overrides + rest, parsed.config_dir, parsed.config_name)
+    stages = load_config(parsed.overrides + rest, parsed.config_dir, parsed.config_name).stages.values()
+    return [extra for extra, needs in EXTRAS.items() if any(needs(stage.rollout) for stage in stages)]

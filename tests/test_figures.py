@@ -66,7 +66,7 @@ def test_a_measurement_that_failed_is_continued_after_the_results_that_exist(tmp
     )
     commands = tuple((sys.executable, str(program), "--output", f"{name}.json") for name in ("first", "second"))
     figure = Figure("none", "Title", "Text", "ms", ".0f", commands, lambda raw: [Bar("one", 1.0)])
-    with pytest.raises(SystemExit, match="repeat this one to go on from here"):
+    with pytest.raises(SystemExit, match="repeat this one to continue"):
         generate_figures.measure([figure], tmp_path, None)
     assert (tmp_path / "first.json").exists() and not (tmp_path / "second.json").exists()
     (tmp_path / "free").touch()
