@@ -6,7 +6,8 @@
     python docs/generate_figures.py --render                # docs/figures.md again, from the stored results
 
 Each benchmark writes its results to `outputs/figures/COMMIT`. A repeated command measures only those that are missing
-there. `--publish` stores all of them in benchmarks/results/figures.json; tests/test_figures.py compares the page with it.
+there. `--publish` stores all of them in benchmarks/results/figures.json, which tests/test_figures.py compares with the
+page.
 """
 
 from __future__ import annotations
@@ -215,10 +216,10 @@ def render_page(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     lines = [
         "# Figures", "",
-        f"`scripts/figures.sh --publish` made this page on {results['date']}, at commit `{results['commit']}`, on a machine with "
-        f"{results['cores']} cores ({results['processor']}), with Python {results['python']}, {versions}.", "",
-        "Repeat it on your machine. The page is then in `outputs/figures`:", "", "```bash", "scripts/figures.sh", f"scripts/figures.sh --gsm8k {_GSM8K}",
-        "```", "",
+        f"`scripts/figures.sh --publish` made this page on {results['date']}, at commit `{results['commit']}`, on a "
+        f"machine with {results['cores']} cores ({results['processor']}), with Python {results['python']}, {versions}.",
+        "", "Repeat it on your machine. The page is then in `outputs/figures`:", "",
+        "```bash", "scripts/figures.sh", f"scripts/figures.sh --gsm8k {_GSM8K}", "```", "",
         "All sides of a comparison run on the same machine and take turns, and times are medians. Another machine has "
         "other times; the ratios are what to compare. [Performance](performance.md) has more measurements and explains "
         "them.",
