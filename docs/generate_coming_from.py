@@ -76,6 +76,6 @@ def page(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for each in FILES:
-        (PAGES / f"{each}.md").write_text(page(each))
-        print(f"wrote {PAGES / each}.md")
+    for library in FILES:
+        (PAGES / f"{library}.md").write_text(page(library))
+        print(f"wrote {PAGES / library}.md")

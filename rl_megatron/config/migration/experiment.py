@@ -26,6 +26,7 @@ class Translation:
         values: Keys here with their values.
         comments: Keys here with the keys of the file that they come from, as a comment names them.
         missing: Settings of the file without a counterpart, with the reason and what to do instead.
+        different: Settings whose keys here come close, with the difference.
         unknown: Settings of the file that the table does not have.
         unread: Beginnings of keys that the file's other settings turn off, with the reason.
     """
@@ -33,6 +34,7 @@ class Translation:
     values: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, list[str]] = field(default_factory=dict)
     missing: list[tuple[str, str]] = field(default_factory=list)
+    different: list[tuple[str, str]] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     unread: dict[str, str] = field(default_factory=dict)
 
@@ -57,8 +59,12 @@ def translate(source: Source) -> Translation:
             continue
         converted = counterpart.translate(value, settings)
         is_default = key not in source.settings
+        shown = f"{setting} (default)" if is_default else setting
+        if isinstance(converted, tuple):
+            converted, difference = converted
+            result.different.append((shown, difference))
         if isinstance(converted, str):
-            result.missing.append((f"{setting} (default)" if is_default else setting, converted))
+            result.missing.append((shown, converted))
         for here, entry in converted.items() if isinstance(converted, Mapping) else ():
             is_short = entry == value or isinstance(value, list | dict) or key in library.sections
             comment = (
@@ -138,11 +144,12 @@ def _lines(name: str, node: Any, result: Translation, indent: str) -> Iterator[s
 
 
 def _footer(source: Source, result: Translation) -> Iterator[str]:
-    if result.missing:
-        yield ""
-        yield "# No counterpart:"
-        for setting, reason in result.missing:
-            yield f"# - {setting}: {reason}"
+    for title, listed in (("Not quite the same", result.different), ("No counterpart", result.missing)):
+        if listed:
+            yield ""
+            yield f"# {title}:"
+            for setting, reason in listed:
+                yield f"# - {setting}: {reason}"
     if result.unknown:
         yield ""
         yield f"# Not recognised, because the table of {source.library.name} does not have these keys:"
@@ -163,8 +170,17 @@ def _show(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 
+class _Dumper(yaml.SafeDumper):
+    """A dumper that writes every text on one line."""
+
+
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, '"' if "\n" in text else None)
+)
+
+
 def _to_yaml(value: object) -> str:
-    text = yaml.dump(_plain(value), Dumper=yaml.SafeDumper, default_flow_style=True, width=10**9, sort_keys=False)
+    text = yaml.dump(_plain(value), Dumper=_Dumper, default_flow_style=True, width=10**9, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 # The settings of a file: its values by their dotted keys, with the library's defaults.
 Settings = Mapping[str, Any]
-# A conversion returns the keys here with their values, a sentence if the value has no counterpart, or None if nothing
-# needs to be set.
-Converted = Mapping[str, object] | str | None
+# A conversion returns the keys here with their values, a sentence if the value has no counterpart, keys with a sentence if
+# they come close, or None if nothing needs to be set.
+Converted = Mapping[str, object] | str | tuple[Mapping[str, object], str] | None
 Convert = Callable[[Any, Settings], Converted]
 
 
@@ -55,7 +55,7 @@ class Key:
         return isinstance(self.unused, _Everything) and not self.here
 
     def translate(self, value: Any, settings: Settings) -> Converted:
-        """Return the keys here for this value, a sentence if it has no counterpart, or None."""
+        """Return what `convert` does: keys here, a sentence, both, or None."""
         if value in self.unused:
             return None
         by_hand = f"set {' or '.join(self.here)}" if self.here else self.note
@@ -96,19 +96,30 @@ class Library:
         return None if longest is None else self.keys[longest]
 
 
-def same(here: str, note: str = "", unused: Container[object] = (None,)) -> Key:
+def copy(here: str, note: str = "", unused: Container[object] = (None,)) -> Key:
     """Return a key whose value is the same here."""
     return Key((here,), note, unused=unused)
 
 
-def missing(note: str, *unused: object, here: tuple[str, ...] = ()) -> Key:
+def report(note: str, *unused: object, here: tuple[str, ...] = ()) -> Key:
     """Return a key that cannot be translated. `here` are keys to set by hand; values in `unused` change nothing."""
     return Key(here, note, lambda value, settings: note, (None, *unused), is_translated=False)
 
 
-def automatic(note: str, *here: str) -> Key:
+def ignore(note: str, *here: str) -> Key:
     """Return a key that needs no counterpart, because it changes no result or is always as wanted."""
     return Key(here, note, unused=_Everything())
+
+
+def ignore_each(prefix: str, names: str, note: str = "it is decided here, or changes no result") -> dict[str, Key]:
+    """Return keys that need no counterpart; `names` are separated by spaces."""
+    return {f"{prefix}{name}": ignore(note) for name in names.split()}
+
+
+def keep_checkpoints(note: str = "") -> Key:
+    """Return a key with a number of checkpoints. All are kept if it is not a positive number."""
+    convert = lambda value, settings: {"train.keep_checkpoints": value if value and value > 0 else 10**6}  # noqa: E731
+    return Key(("train.keep_checkpoints",), note, convert, ())
 
 
 def read_with(other: str, *here: str) -> Key:
@@ -152,13 +163,13 @@ def name_checkpoint(model: object) -> str:
     return f"checkpoints/{str(model).rstrip('/').rpartition('/')[2]}"
 
 
-def initial_model() -> Key:
+def name_model() -> Key:
     """Return a key with the Hugging Face name or directory of the model that is trained."""
     here, note = ("init_from", "model"), "first `rl-megatron convert import`"
     return Key(here, note, lambda value, settings: {"model": "init_from", "init_from": name_checkpoint(value)})
 
 
-def steps_only() -> Key:
+def report_epochs() -> Key:
     """Return a key that counts epochs."""
     note = "a stage ends after `train.steps`: multiply the epochs by the records, and divide by those of a step"
-    return missing(note, here=("train.steps",))
+    return report(note, here=("train.steps",))

@@ -155,7 +155,7 @@ class _Script:
             pass
         if isinstance(node, ast.Call) and _name(node) == "from_pretrained" and node.args:
             return self.read(node.args[0])
-        if isinstance(node, ast.Call) and _name(node) == "load_dataset":
+        if isinstance(node, ast.Call) and _name(node) == "load_dataset" and not _list_unnamed(node, 2):
             positional = dict(zip(("path", "name"), map(self.read, node.args), strict=False))
             return positional | {keyword.arg: self.read(keyword.value) for keyword in node.keywords if keyword.arg}
         return Expression(ast.unparse(node))
@@ -164,6 +164,8 @@ class _Script:
         """Return the call of `load_dataset` under calls such as `.map(…)`, and whether there are such calls."""
         node, is_changed = self.follow(node), False
         while True:
+            if isinstance(node, ast.Call) and _name(node) == "train_test_split":
+                return Expression(ast.unparse(node)), is_changed
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _name(node) != "load_dataset":
                 node, is_changed = self.follow(node.func.value), True
             elif isinstance(node, ast.Subscript):  # load_dataset(…)["train"]
@@ -179,6 +181,12 @@ def _name(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
+def _list_unnamed(call: ast.Call, first: int) -> list[str]:
+    """Return the positional arguments of a call from `first` on, and those such as `**options`."""
+    unpacked = (f"**{ast.unparse(keyword.value)}" for keyword in call.keywords if keyword.arg is None)
+    return [*map(ast.unparse, call.args[first:]), *unpacked]
+
+
 def _arguments(call: ast.Call, first: str) -> dict[str, ast.expr]:
     """Return the arguments of a call by name; `first` is the name of the first one."""
     named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
@@ -191,15 +199,21 @@ def _read_script(file: Path, text: str) -> Source:
     except SyntaxError as error:
         raise ConfigError(f"{file}, line {error.lineno}, is not Python: {error.msg}; name a script of TRL") from error
     trainers = [call for call in script.calls if _name(call) in trl.TRAINERS]
+    if not trainers and (others := [_name(call) for call in script.calls if _name(call).endswith("Trainer")]):
+        raise ConfigError(
+            f"{file} calls {others[0]}, which has no translation; these do: {', '.join(trl.TRAINERS)}; write an "
+            "experiment for it by docs/coming_from/trl.md"
+        )
     if len(trainers) != 1:
         names = ", ".join(map(_name, trainers))
         raise ConfigError(
             f"{file} calls {len(trainers)} trainers{f' ({names})' if names else ''}; it must call exactly one of "
-            f"{', '.join(trl.TRAINERS)}: name another file, or write argument of them to a file of its own"
+            f"{', '.join(trl.TRAINERS)}: name another file, or write each trainer to a file of its own"
         )
     trainer = trainers[0]
     of_trainer = _arguments(trainer, "model")
     settings: dict[str, Any] = {}
+    calls = [trainer]
     config_name = _name(trainer).replace("Trainer", "Config")
     if "args" in of_trainer:
         config = script.follow(of_trainer.pop("args"))
@@ -209,6 +223,7 @@ def _read_script(file: Path, text: str) -> Source:
                 f"write a call of {config_name} with them"
             )
         config_name = _name(config)
+        calls.append(config)
         settings |= {
             _qualify(config_name, name): script.read(value) for name, value in _arguments(config, "output_dir").items()
         }
@@ -220,6 +235,7 @@ def _read_script(file: Path, text: str) -> Source:
         elif name == "peft_config":
             config = script.follow(value)
             if isinstance(config, ast.Call) and _name(config) == "LoraConfig":
+                calls.append(config)
                 arguments = {key: script.read(argument) for key, argument in _arguments(config, "r").items()}
                 settings |= {
                     f"LoraConfig.{key}": argument for key, argument in ({"target_modules": None} | arguments).items()
@@ -232,7 +248,9 @@ def _read_script(file: Path, text: str) -> Source:
         settings["reward_funcs.file"] = str(file)
     settings["config"] = config_name
     settings[_name(trainer)] = True
-    return Source(file, trl.LIBRARY, settings, trl.find_defaults(config_name))
+    unnamed = {f"arguments of {_name(call)}": _list_unnamed(call, 1) for call in calls if _list_unnamed(call, 1)}
+    defaults = {} if f"arguments of {config_name}" in unnamed else trl.find_defaults(config_name)  # they may be given
+    return Source(file, trl.LIBRARY, settings | unnamed, defaults)
 
 
 def _qualify(config: str, name: str) -> str:

@@ -13,19 +13,21 @@ from rl_megatron.config.migration.keys import (
     Key,
     Library,
     Settings,
-    automatic,
     compute,
+    copy,
     if_true,
-    initial_model,
-    missing,
+    ignore,
+    ignore_each,
+    keep_checkpoints,
+    name_model,
     only_if,
     read_with,
     rename,
-    same,
-    steps_only,
+    report,
+    report_epochs,
 )
 
-_SAMPLING = ("GRPOConfig", "RLOOConfig", "OnlineDPOConfig", "GMPOConfig")  # configurations that sample completions
+_GROUPS = ("GRPOConfig", "RLOOConfig", "GMPOConfig")  # configurations whose batches count completions of groups
 _PAIRS = ("DPOConfig", "RewardConfig", "CPOConfig", "ORPOConfig")  # configurations whose batches count pairs
 _RLOO = {
     "algorithm": "grpo",
@@ -46,7 +48,6 @@ TRAINERS: dict[str, dict[str, object]] = {
     "CPOTrainer": {"algorithm": "dpo", "loss": "cpo"},
     "ORPOTrainer": {"algorithm": "dpo", "loss": "orpo"},
     "GMPOTrainer": {"algorithm": "grpo", "loss.use_gmpo": True, "loss.token_level_loss": False},
-    "GKDTrainer": {"algorithm": "on_policy_distillation", "loss": "full_distillation"},
 }
 _COMMON: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -58,7 +59,9 @@ _COMMON: dict[str, Any] = {
     "gradient_checkpointing": True,
     "seed": 42,
     "save_steps": 500,
+    "save_total_limit": None,
 }
+_PREFERENCES = {"learning_rate": 1e-6, "max_length": 1024}
 _OF_CONFIGS: dict[str, dict[str, Any]] = {
     "GRPOConfig": {
         "learning_rate": 1e-6,
@@ -66,6 +69,7 @@ _OF_CONFIGS: dict[str, dict[str, Any]] = {
         "num_generations": 8,
         "max_completion_length": 512,
         "vllm_importance_sampling_mode": "sequence_mask",
+        "use_bias_correction_kl": True,
     },
     "RLOOConfig": {
         "learning_rate": 1e-6,
@@ -73,12 +77,33 @@ _OF_CONFIGS: dict[str, dict[str, Any]] = {
         "num_generations": 2,
         "max_completion_length": 512,
     },
-    "SFTConfig": {"learning_rate": 2e-5, "max_length": 1024, "truncation_mode": "keep_start"},
-    "DPOConfig": {"learning_rate": 1e-6, "max_length": 1024, "truncation_mode": "keep_start", "DPOConfig.beta": 0.1},
-    "KTOConfig": {"learning_rate": 1e-6, "max_length": 1024},
+    "SFTConfig": {
+        "learning_rate": 2e-5,
+        "max_length": 1024,
+        "truncation_mode": "keep_start",
+        "assistant_only_loss": False,
+    },
+    "DPOConfig": {**_PREFERENCES, "truncation_mode": "keep_start", "DPOConfig.beta": 0.1},
+    "KTOConfig": {**_PREFERENCES, "KTOConfig.beta": 0.1},
     "RewardConfig": {"learning_rate": 1e-4, "max_length": 1024},
-    "GMPOConfig": {"learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 512},
+    "OnlineDPOConfig": {
+        "learning_rate": 5e-7,
+        "OnlineDPOConfig.beta": [0.1],
+        "max_new_tokens": 64,
+        "max_length": 512,
+        "temperature": 0.9,
+    },
+    "CPOConfig": {
+        **_PREFERENCES,
+        "CPOConfig.beta": 0.1,
+        "CPOConfig.cpo_alpha": 1.0,
+        "CPOConfig.simpo_gamma": 0.5,
+    },
+    "ORPOConfig": {**_PREFERENCES, "ORPOConfig.beta": 0.1},
 }
+_OF_CONFIGS["GMPOConfig"] = {
+    key: value for key, value in _OF_CONFIGS["GRPOConfig"].items() if key != "GRPOConfig.beta"
+} | {"GMPOConfig.beta": 0.0, "epsilon": 0.4}
 
 
 def find_defaults(config: str) -> dict[str, Any]:
@@ -87,44 +112,68 @@ def find_defaults(config: str) -> dict[str, Any]:
 
 
 def _count_batch(settings: Settings) -> int:
-    """Return the sequences, or pairs, of an optimizer step on one device."""
+    """Return the completions, prompts, pairs or records of an optimizer step on one device."""
     return settings["per_device_train_batch_size"] * settings.get("gradient_accumulation_steps", 1)
 
 
 def _count_generated(settings: Settings) -> int:
     """Return the completions of a rollout step on one device."""
     steps = settings.get("steps_per_generation") or settings.get("gradient_accumulation_steps", 1)
-    return settings.get("generation_batch_size") or settings["per_device_train_batch_size"] * steps
-
-
-def _samples(settings: Settings) -> bool:
-    return settings.get("config") in _SAMPLING
+    return settings["per_device_train_batch_size"] * steps
 
 
 def _convert_batch(value: Any, settings: Settings) -> Converted:
-    if not _samples(settings):
-        factor = 2 if settings.get("config") in _PAIRS else 1
-        return {"train.global_batch_size": factor * _count_batch(settings), "train.micro_batch_size": factor * value}
+    config, batch = settings.get("config"), _count_batch(settings)
+    if settings.get("packing"):
+        return "with packing, a batch counts packs of max_length tokens: set train.global_batch_size, in sequences"
+    if config == "OnlineDPOConfig":
+        return {
+            "algorithm.prompts_per_step": batch,
+            "train.global_batch_size": 2 * batch,
+            "train.micro_batch_size": 2 * value,
+        }
+    if config not in _GROUPS:
+        factor = 2 if config in _PAIRS else 1
+        return {"train.global_batch_size": factor * batch, "train.micro_batch_size": factor * value}
+    if settings.get("generation_batch_size"):
+        return {"train.global_batch_size": batch}
     generated, samples = _count_generated(settings), settings.get("num_generations", 8)
     if generated % samples:
         return f"{generated} completions a generation are not a multiple of num_generations={samples}; change one"
-    return {"train.global_batch_size": _count_batch(settings), "algorithm.prompts_per_step": generated // samples}
+    return {"train.global_batch_size": batch, "algorithm.prompts_per_step": generated // samples}
 
 
-def _convert_steps(value: Any, settings: Settings) -> Converted:
-    """Return the rollout steps of TRL's optimizer steps, or the steps themselves if nothing is sampled."""
-    if value <= 0:
-        return None
-    if not _samples(settings):
-        return {"train.steps": value}
-    updates = _count_generated(settings) / _count_batch(settings) * settings.get("num_iterations", 1)
-    return {"train.steps": math.ceil(value / updates)}
+def _convert_generation_batch(value: Any, settings: Settings) -> Converted:
+    """Return the prompts of a rollout step: this size is that of all devices."""
+    samples = settings.get("num_generations", 8)
+    if value % samples:
+        return f"{value} completions a generation are not a multiple of num_generations={samples}; change one"
+    note = "it counts the completions of all devices, and per_device_train_batch_size those of one: multiply "
+    return {"algorithm.prompts_per_step": value // samples}, f"{note}train.global_batch_size by your number of devices"
+
+
+def _make_steps_key(here: str, note: str = "") -> Key:
+    """Return a key in optimizer steps, whose value here counts rollout steps of algorithms with groups."""
+
+    def convert(value: Any, settings: Settings) -> Converted:
+        if value <= 0:
+            return None
+        if value < 1:
+            return f"set {here} to {value} of the steps"
+        if settings.get("config") not in _GROUPS:
+            return {here: value}
+        if settings.get("generation_batch_size"):
+            return f"set {here} in rollout steps: their optimizer steps depend on your number of devices"
+        updates = _count_generated(settings) / _count_batch(settings) * settings.get("num_iterations", 1)
+        return {here: math.ceil(value / updates)}
+
+    return Key((here,), note, convert)
 
 
 def _convert_epochs(value: Any, settings: Settings) -> Converted:
     if settings.get("max_steps", -1) > 0:
         return None
-    return steps_only().note
+    return report_epochs().note
 
 
 def _convert_warmup(value: Any, settings: Settings) -> Converted:
@@ -138,10 +187,8 @@ def _convert_warmup(value: Any, settings: Settings) -> Converted:
 
 def _convert_loss_type(value: Any, settings: Settings) -> Converted:
     """Return the average and the surrogate of GRPO's `loss_type`."""
-    if settings.get("importance_sampling_level", "token") == "sequence":
-        return (
-            None if value == "grpo" else "with one ratio per sequence, the loss averages over sequences, as grpo does"
-        )
+    if settings.get("importance_sampling_level") == "sequence":  # it decides the average
+        return None
     if value in ("dapo", "bnpo"):
         return {"loss.token_level_loss": True}
     if value == "grpo":
@@ -154,6 +201,23 @@ def _convert_loss_type(value: Any, settings: Settings) -> Converted:
     if value == "sapo":
         return {"loss.use_sapo": True, "loss.token_level_loss": False}
     return "these have a counterpart: dapo, bnpo, grpo, dr_grpo, cispo, sapo; or write your own loss"
+
+
+def _convert_level(value: Any, settings: Settings) -> Converted:
+    if value != "sequence":
+        return None
+    here = {"loss.sequence_level_importance_ratios": True, "loss.token_level_loss": False}
+    average = settings.get("GRPOConfig.loss_type", "dapo")
+    note = f"with one ratio per sequence, the loss averages as loss_type=grpo does, and not as {average}"
+    return here if average == "grpo" else (here, note)
+
+
+def _convert_bias_correction(value: Any, settings: Settings) -> Converted:
+    if not settings.get("GRPOConfig.beta", settings.get("GMPOConfig.beta")):
+        return None
+    if value:
+        return {"loss.use_on_policy_kl_approximation": True}
+    return "the KL's gradient always has the term of the sampled tokens here"
 
 
 def _convert_epsilon(value: Any, settings: Settings) -> Converted:
@@ -184,14 +248,15 @@ def _convert_mode(value: Any, settings: Settings) -> Converted:
             "set loss.use_importance_sampling_correction=true with loss.truncated_importance_sampling_type="
             "seq-mask-tis, which bounds the geometric mean of a sequence's ratios, or with tis"
         )
-    upper = settings.get("vllm_importance_sampling_clip_max", 3.0)
-    lower = settings.get("vllm_importance_sampling_clip_min") or 0.0
-    here: dict[str, object] = {
+    upper = settings.get("vllm_importance_sampling_cap") or settings.get("vllm_importance_sampling_clip_max", 3.0)
+    if upper is None:
+        return "weights need an upper bound here: set loss.truncated_importance_sampling_ratio"
+    return {
         "loss.use_importance_sampling_correction": True,
         "loss.truncated_importance_sampling_type": kinds[value],
         "loss.truncated_importance_sampling_ratio": upper,
+        "loss.truncated_importance_sampling_ratio_min": settings.get("vllm_importance_sampling_clip_min") or 0.0,
     }
-    return here if value == "token_truncate" else here | {"loss.truncated_importance_sampling_ratio_min": lower}
 
 
 def _convert_vllm_mode(value: Any, settings: Settings) -> Converted:
@@ -221,6 +286,9 @@ def _convert_data_set(value: Any, settings: Settings) -> Converted:
     """Return the keys of a call of `load_dataset`, which the reader of the script gives as a mapping."""
     if not isinstance(value, dict):
         return "set data.path to a file of the records: the data set's to_json writes one"
+    others = value.keys() - {"path", "name", "split", "data_files", "num_proc", "token", "cache_dir"}
+    if others:
+        return f"{', '.join(sorted(others))} of load_dataset: write the records to a file, and set data.path"
     files = value.get("data_files")
     if value.get("path") in ("json", "parquet", "text", "csv"):
         files = files.get("train") if isinstance(files, dict) else files
@@ -257,6 +325,10 @@ def _convert_rewards(value: Any, settings: Settings) -> Converted:
     return {"reward.functions": here}
 
 
+_MEAN = "averages over the tokens of all chosen answers; here, over those of each answer, and then over pairs"
+_MEAN_WITH_PROMPTS = _MEAN.replace("answers;", "answers and their prompts;")
+
+
 def _convert_dpo_loss(value: Any, settings: Settings) -> Converted:
     names = value if isinstance(value, list) else [value]
     if names == ["sigmoid"]:
@@ -267,7 +339,12 @@ def _convert_dpo_loss(value: Any, settings: Settings) -> Converted:
         return {"loss": "ipo", "loss.preference_average_log_probs": True}
     if names in (["sigmoid", "sft"], ["sft", "sigmoid"]):
         weights = dict(zip(names, settings.get("loss_weights") or [1.0, 1.0], strict=False))
-        return {"loss.preference_loss_weight": weights["sigmoid"], "loss.sft_loss_weight": weights["sft"]}
+        here = {
+            "loss.preference_loss_weight": weights["sigmoid"],
+            "loss.sft_loss_weight": weights["sft"],
+            "loss.sft_average_log_probs": True,
+        }
+        return here, f"sft {_MEAN}"
     return "these have a counterpart: sigmoid, sigmoid_norm, ipo, and sigmoid with sft; or write your own loss"
 
 
@@ -280,6 +357,18 @@ def _convert_cpo_loss(value: Any, settings: Settings) -> Converted:
     if value == "sigmoid":
         return None
     return {"loss": "simpo"} if value == "simpo" else "these have a counterpart: sigmoid, simpo"
+
+
+def _convert_cpo_alpha(value: Any, settings: Settings) -> Converted:
+    here: dict[str, object] = {"loss.sft_loss_weight": value}
+    if settings.get("CPOConfig.loss_type") != "simpo":  # whose SFT loss is always a mean
+        here["loss.sft_average_log_probs"] = True
+    return (here, f"the NLL {_MEAN_WITH_PROMPTS}") if value else here
+
+
+def _convert_online_beta(value: Any, settings: Settings) -> Converted:
+    values = value if isinstance(value, list) else [value]
+    return {"loss.reference_policy_kl_penalty": values[0]} if len(values) == 1 else "β is the same in all epochs here"
 
 
 def _convert_services(value: Any, settings: Settings) -> Converted:
@@ -309,75 +398,92 @@ _SHARDING = "set `parallel` and `optimizer.distributed`: models run on megatron-
 
 KEYS: dict[str, Key] = {
     **{name: Key(tuple(here), "", lambda value, settings, here=here: here) for name, here in TRAINERS.items()},
-    "model": initial_model(),
-    "processing_class": automatic("the tokenizer that was imported with the model", "tokenizer.path"),
+    "model": name_model(),
+    "processing_class": ignore("the tokenizer that was imported with the model", "tokenizer.path"),
     "train_dataset": Key(("data.path", "data.dataset_name", "data.subset", "data.split"), "", _convert_data_set),
-    "train_dataset.map": missing(
+    "train_dataset.map": report(
         "the script changes records in code: rename fields by `data.columns`, or write the changed records to a file",
         here=("data.columns",),
     ),
-    "eval_dataset": Key(("data.eval_path", "data.eval_split"), "", _convert_eval_set),
+    "eval_dataset": Key(
+        ("data.eval_path", "data.eval_split", "data.heldout_fraction"), "", _convert_eval_set
+    ),
     "reward_funcs": Key(("reward.functions",), "functions written for TRL run as they are", _convert_rewards),
-    "reward_funcs.file": missing(
+    "reward_funcs.file": report(
         "importing this file would train: move the functions to a file of their own, or call the trainer under "
         '`if __name__ == "__main__"`'
     ),
-    "config": automatic("its arguments are read"),
+    "arguments of *": report("write every argument as NAME=VALUE in the call; only the first one may have no name"),
+    "config": ignore("its arguments are read"),
     "reward_weights": read_with("reward_funcs", "reward.functions"),
     "peft_config": read_with("LoraConfig.r", "peft.r"),
-    "args": automatic("its arguments are read"),
-    "tools": missing("name functions in `rollout.tools.functions`", here=("rollout.tools.functions",)),
-    "environment_factory": missing(
+    "args": ignore("its arguments are read"),
+    "tools": report("name functions in `rollout.tools.functions`", here=("rollout.tools.functions",)),
+    "environment_factory": report(
         "set `rollout.environment.name` and `rollout.worker=conversation`", here=("rollout.environment.name",)
     ),
-    "rollout_func": missing("set `rollout.worker` to your function", here=("rollout.worker",)),
-    "callbacks": missing("metrics go to `metric_sinks` and `logger`; `train.stop_at` ends a stage at a goal"),
-    "output_dir": same("output_dir"),
-    "learning_rate": same("optimizer.lr", "the default here, 1e-3, is for tiny models"),
+    "rollout_func": report("set `rollout.worker` to your function", here=("rollout.worker",)),
+    "callbacks": report("metrics go to `metric_sinks` and `logger`; `train.stop_at` ends a stage at a goal"),
+    "output_dir": copy("output_dir"),
+    "learning_rate": copy("optimizer.lr", "the default here, 1e-3, is for tiny models"),
     "per_device_train_batch_size": Key(
         ("train.global_batch_size", "train.micro_batch_size", "algorithm.prompts_per_step"),
         "times gradient_accumulation_steps, on one device: multiply it by your devices; a pair is two sequences",
         _convert_batch,
     ),
     "gradient_accumulation_steps": read_with("per_device_train_batch_size", "train.global_batch_size"),
-    "generation_batch_size": read_with("per_device_train_batch_size", "algorithm.prompts_per_step"),
+    "generation_batch_size": Key(("algorithm.prompts_per_step",), "of all devices", _convert_generation_batch),
     "steps_per_generation": read_with("per_device_train_batch_size", "algorithm.prompts_per_step"),
-    "per_device_eval_batch_size": automatic("an evaluation uses the microbatches of training"),
-    "max_steps": Key(("train.steps",), "rollout steps of algorithms that sample", _convert_steps),
+    "per_device_eval_batch_size": ignore("an evaluation uses the microbatches of training"),
+    "max_steps": _make_steps_key("train.steps", "rollout steps of algorithms that sample"),
     "num_train_epochs": Key(("train.steps",), "`train.steps` counts steps", _convert_epochs),
-    "num_generations": same("algorithm.samples_per_prompt"),
-    "num_generations_eval": missing("set `n` of each set of `eval.sets`", here=("eval.sets",)),
-    "num_iterations": same("algorithm.updates_per_rollout"),
-    "max_completion_length": same("generation.max_new_tokens", "32 here by default"),
-    "max_new_tokens": same("generation.max_new_tokens"),
-    "temperature": same("generation.temperature"),
-    "top_p": same("generation.top_p"),
-    "top_k": same("generation.top_k"),
-    "min_p": missing("set `generation.top_p` or `generation.top_k`", 0.0, here=("generation.top_p",)),
-    "repetition_penalty": missing("tokens are sampled from the policy's own distribution", 1.0),
-    "generation_kwargs": missing("set keys of `generation`"),
-    "chat_template_kwargs": same("data.chat_template_kwargs"),
-    "chat_template_path": same("data.chat_template", "a Jinja file"),
-    "GRPOConfig.beta": same("loss.reference_policy_kl_penalty", "0 there and 0.01 here by default"),
-    "RLOOConfig.beta": same("loss.reference_policy_kl_penalty", "in the reward there, in the loss here"),
+    "num_generations": copy("algorithm.samples_per_prompt"),
+    "num_generations_eval": report("set `n` of each set of `eval.sets`", here=("eval.sets",)),
+    "num_iterations": copy("algorithm.updates_per_rollout"),
+    "max_completion_length": copy("generation.max_new_tokens", "32 here by default"),
+    "max_new_tokens": copy("generation.max_new_tokens"),
+    "temperature": copy("generation.temperature"),
+    "top_p": copy("generation.top_p"),
+    "top_k": copy("generation.top_k"),
+    "min_p": report("set `generation.top_p` or `generation.top_k`", 0.0, here=("generation.top_p",)),
+    "repetition_penalty": report("tokens are sampled from the policy's own distribution", 1.0),
+    "generation_kwargs": report("set keys of `generation`"),
+    "chat_template_kwargs": copy("data.chat_template_kwargs"),
+    "chat_template_path": copy("data.chat_template", "a Jinja file"),
+    "GRPOConfig.beta": copy("loss.reference_policy_kl_penalty", "0 there and 0.01 here by default"),
+    "GMPOConfig.beta": copy("loss.reference_policy_kl_penalty"),
+    "RLOOConfig.beta": copy("loss.reference_policy_kl_penalty", "in the reward there, in the loss here"),
     "DPOConfig.beta": Key(
         ("loss.reference_policy_kl_penalty", "loss.tau"),
         "0.1 there and 0.05 here by default; `loss.tau` of `loss=ipo`",
         _convert_dpo_beta,
     ),
-    "OnlineDPOConfig.beta": same("loss.reference_policy_kl_penalty"),
-    "KTOConfig.beta": same("loss.beta"),
-    "CPOConfig.beta": same("loss.beta"),
-    "ORPOConfig.beta": same("loss.beta"),
-    "KTOConfig.desirable_weight": same("loss.desirable_weight"),
-    "KTOConfig.undesirable_weight": same("loss.undesirable_weight"),
-    "KTOConfig.loss_type": missing("the loss is `loss=kto`", "kto"),
+    "OnlineDPOConfig.beta": Key(("loss.reference_policy_kl_penalty",), "", _convert_online_beta),
+    "OnlineDPOConfig.loss_type": rename("loss", {"sigmoid": None}),
+    "KTOConfig.beta": copy("loss.beta"),
+    "CPOConfig.beta": copy("loss.beta"),
+    "ORPOConfig.beta": Key(
+        ("loss.beta",),
+        "",
+        lambda value, settings: ({"loss.beta": value}, f"beside this term, the NLL {_MEAN_WITH_PROMPTS}"),
+    ),
+    "KTOConfig.desirable_weight": copy("loss.desirable_weight"),
+    "KTOConfig.undesirable_weight": copy("loss.undesirable_weight"),
+    "KTOConfig.loss_type": report("the loss is `loss=kto`", "kto"),
     "CPOConfig.loss_type": Key(("loss",), "", _convert_cpo_loss),
-    "CPOConfig.cpo_alpha": same("loss.sft_loss_weight"),
-    "CPOConfig.simpo_gamma": only_if("CPOConfig.loss_type", "simpo", same("loss.gamma")),
-    "SFTConfig.loss_type": missing("the loss is the negative log-likelihood", "nll"),
+    "CPOConfig.cpo_alpha": Key(("loss.sft_loss_weight", "loss.sft_average_log_probs"), "", _convert_cpo_alpha),
+    "CPOConfig.simpo_gamma": only_if("CPOConfig.loss_type", "simpo", copy("loss.gamma")),
+    "SFTConfig.loss_type": report("the loss is the negative log-likelihood", "nll"),
     "DPOConfig.loss_type": Key(
-        ("loss", "loss.preference_average_log_probs", "loss.sft_loss_weight"), "", _convert_dpo_loss
+        (
+            "loss",
+            "loss.preference_average_log_probs",
+            "loss.sft_loss_weight",
+            "loss.preference_loss_weight",
+            "loss.sft_average_log_probs",
+        ),
+        "",
+        _convert_dpo_loss,
     ),
     "loss_weights": read_with("DPOConfig.loss_type", "loss.sft_loss_weight"),
     "GRPOConfig.loss_type": Key(
@@ -392,18 +498,14 @@ KEYS: dict[str, Key] = {
     ),
     "epsilon": Key(("loss.ratio_clip_min", "loss.ratio_clip_max"), "", _convert_epsilon),
     "epsilon_high": Key(("loss.ratio_clip_max",), "", _convert_epsilon_high),
-    "delta": same("loss.ratio_clip_c"),
+    "delta": copy("loss.ratio_clip_c"),
     "importance_sampling_level": Key(
         ("loss.sequence_level_importance_ratios", "loss.token_level_loss"),
         "`sequence` is GSPO",
-        lambda value, settings: (
-            {"loss.sequence_level_importance_ratios": True, "loss.token_level_loss": False}
-            if value == "sequence"
-            else None
-        ),
+        _convert_level,
     ),
-    "sapo_temperature_pos": only_if("GRPOConfig.loss_type", "sapo", same("loss.sapo_temperature_pos")),
-    "sapo_temperature_neg": only_if("GRPOConfig.loss_type", "sapo", same("loss.sapo_temperature_neg")),
+    "sapo_temperature_pos": only_if("GRPOConfig.loss_type", "sapo", copy("loss.sapo_temperature_pos")),
+    "sapo_temperature_neg": only_if("GRPOConfig.loss_type", "sapo", copy("loss.sapo_temperature_neg")),
     "scale_rewards": Key(("algorithm.normalize_std",), "", _convert_scale),
     "multi_objective_aggregation": Key(
         ("algorithm.advantage_estimator",),
@@ -412,26 +514,26 @@ KEYS: dict[str, Key] = {
             {"algorithm.advantage_estimator": "group_decoupled"} if value == "normalize_then_sum" else None
         ),
     ),
-    "entropy_coef": same("loss.entropy_coeff"),
+    "entropy_coef": copy("loss.entropy_coeff"),
     "use_bias_correction_kl": Key(
         ("loss.use_on_policy_kl_approximation",),
         "the KL's gradient always has the term of the sampled tokens here",
-        lambda value, settings: None,
+        _convert_bias_correction,
     ),
-    "use_adaptive_entropy": missing("set `loss.entropy_coeff`, which is fixed", False, here=("loss.entropy_coeff",)),
-    "top_entropy_quantile": missing("no token is left out for its entropy; see `loss.use_clip_cov`", 1.0),
-    "mask_truncated_completions": missing(
+    "use_adaptive_entropy": report("set `loss.entropy_coeff`, which is fixed", False, here=("loss.entropy_coeff",)),
+    "top_entropy_quantile": report("no token is left out for its entropy; see `loss.use_clip_cov`", 1.0),
+    "mask_truncated_completions": report(
         "no completion is left out because it was cut off; the reward function `overlong` lowers its reward",
         False,
         here=("reward.functions",),
     ),
-    "off_policy_mask_threshold": missing(
+    "off_policy_mask_threshold": report(
         "set `loss.sequence_rejection_type` and `loss.sequence_rejection_max`", here=("loss.sequence_rejection_type",)
     ),
-    "sync_ref_model": missing("the reference is the model with which the stage began, and never changes", False),
-    "normalize_advantages": missing("set `algorithm.advantage_estimator=reinforce_plus_plus_baseline`", False),
-    "reward_clip_range": missing("clip the rewards in your reward function"),
-    "max_tool_calling_iterations": missing("set `rollout.max_turns`", here=("rollout.max_turns",)),
+    "sync_ref_model": report("the reference is the model with which the stage began, and never changes", False),
+    "normalize_advantages": report("set `algorithm.advantage_estimator=reinforce_plus_plus_baseline`", False),
+    "reward_clip_range": report("clip the rewards in your reward function"),
+    "max_tool_calling_iterations": report("set `rollout.max_turns`", here=("rollout.max_turns",)),
     "log_completions": Key(
         ("rollout.save_every",),
         "`rl-megatron rollouts` shows the files",
@@ -463,8 +565,18 @@ KEYS: dict[str, Key] = {
     "vllm_importance_sampling_clip_min": read_with(
         "vllm_importance_sampling_mode", "loss.truncated_importance_sampling_ratio_min"
     ),
-    "vllm_*": read_with("vllm_mode", "generation.vllm.server_nodes"),
-    "use_transformers_*": missing("set `generation.engine=transformers`", False, here=("generation.engine",)),
+    "vllm_importance_sampling_cap": read_with(
+        "vllm_importance_sampling_mode", "loss.truncated_importance_sampling_ratio"
+    ),
+    "vllm_structured_outputs_regex": report("tokens are sampled from the policy's own distribution"),
+    **{
+        f"vllm_{name}": read_with("vllm_mode", "generation.vllm.server_nodes")
+        for name in ("server_base_url", "server_host", "server_port", "server_timeout", "group_port", "model_impl")
+    },
+    **{
+        name: report("set `generation.engine=transformers`", False, here=("generation.engine",))
+        for name in ("use_transformers_continuous_batching", "use_transformers_paged")
+    },
     "precompute_ref_log_probs": Key(
         ("algorithm.precompute_reference",),
         "of `algorithm=dpo`",
@@ -472,97 +584,86 @@ KEYS: dict[str, Key] = {
             {"algorithm.precompute_reference": value} if settings.get("config") == "DPOConfig" else None
         ),
     ),
-    "label_smoothing": missing("labels are not smoothed; write your own loss", 0.0),
-    "max_length": same("model.max_sequence_length"),
+    "label_smoothing": report("labels are not smoothed; write your own loss", 0.0),
+    "max_length": copy("model.max_sequence_length"),
     "truncation_mode": rename("data.too_long", {"keep_start": "truncate"}, "`truncate` cuts the end of the answer"),
     "packing": if_true({"train.batching": "packed"}),
     "padding_free": if_true({"train.batching": "packed"}),
-    "packing_strategy": automatic("sequences are never split"),
+    "packing_strategy": ignore("sequences are never split"),
     "assistant_only_loss": Key(
         ("data.trained_turns",),
-        "always; `last` trains on the last turn only",
-        lambda value, settings: None,
+        "the loss is always that of the assistant's turns; `last`: of the last turn only",
+        lambda value, settings: (
+            None if value else "of records with `messages`, TRL trains on all tokens; here, on the assistant's turns"
+        ),
     ),
-    "completion_only_loss": missing("the loss of prompts with answers is that of the answers", True),
-    "dataset_text_field": missing("text without prompts is for `algorithm=pretrain`", "text", here=("algorithm",)),
-    "center_rewards_coefficient": missing("set `mean` and `std` of the reward function `reward_model`"),
+    "completion_only_loss": report("the loss of prompts with answers is that of the answers", True),
+    "dataset_text_field": report("text without prompts is for `algorithm=pretrain`", "text", here=("algorithm",)),
+    "center_rewards_coefficient": report("set `mean` and `std` of the reward function `reward_model`"),
     "lr_scheduler_type": rename("optimizer.decay_style", _DECAYS),
-    "lr_scheduler_kwargs": missing("set `optimizer.min_lr` and `optimizer.decay_steps`", here=("optimizer.min_lr",)),
+    "lr_scheduler_kwargs": report("set `optimizer.min_lr` and `optimizer.decay_steps`", here=("optimizer.min_lr",)),
     "warmup_steps": Key(("optimizer.warmup_steps",), "", _convert_warmup),
     "warmup_ratio": Key(("optimizer.warmup_steps",), "", _convert_warmup),
-    "weight_decay": same("optimizer.weight_decay"),
-    "adam_beta1": same("optimizer.beta1"),
-    "adam_beta2": same("optimizer.beta2"),
-    "adam_epsilon": same("optimizer.epsilon"),
-    "max_grad_norm": same("optimizer.clip_grad"),
-    "optim": missing("the optimizer is always Adam with decoupled weight decay", "adamw_torch", "adamw_torch_fused"),
+    "weight_decay": copy("optimizer.weight_decay"),
+    "adam_beta1": copy("optimizer.beta1"),
+    "adam_beta2": copy("optimizer.beta2"),
+    "adam_epsilon": copy("optimizer.epsilon"),
+    "max_grad_norm": copy("optimizer.clip_grad"),
+    "optim": report("the optimizer is always Adam with decoupled weight decay", "adamw_torch", "adamw_torch_fused"),
     "bf16": if_true({"precision": "bf16"}),
-    "fp16": missing("there is no fp16; set `precision=bf16`", False, here=("precision",)),
-    "tf32": automatic("megatron-core decides it"),
+    "fp16": report("there is no fp16; set `precision=bf16`", False, here=("precision",)),
+    "tf32": ignore("megatron-core decides it"),
     "gradient_checkpointing": if_true({"model.recompute": "full"}, "on there and off here by default"),
-    "gradient_checkpointing_kwargs": automatic("`model.recompute` decides it"),
-    "activation_offloading": missing("set `model.recompute`", False, here=("model.recompute",)),
+    "gradient_checkpointing_kwargs": ignore("`model.recompute` decides it"),
+    "activation_offloading": report("set `model.recompute`", False, here=("model.recompute",)),
     "use_liger_kernel": Key(
         ("train.fused_head",),
         "logits are computed in blocks",
         lambda value, settings: {"train.fused_head": True} if value else None,
     ),
-    "router_aux_loss_coef": same("model.router_aux_loss"),
-    "seed": same("train.seed"),
-    "data_seed": automatic("`train.seed` decides it too"),
+    "router_aux_loss_coef": copy("model.router_aux_loss"),
+    "seed": copy("train.seed"),
+    "data_seed": ignore("`train.seed` decides it too"),
     "eval_strategy": Key(("train.eval_every",), "in steps", _convert_strategy),
-    "eval_steps": only_if(*_STEPS_KEY, same("train.eval_every")),
-    "save_strategy": Key(("train.save_every",), "in steps", _convert_strategy),
+    "eval_steps": only_if(*_STEPS_KEY, _make_steps_key("train.eval_every")),
     "save_steps": Key(
         ("train.save_every",),
         "",
         lambda value, settings: (
-            {"train.save_every": value} if settings.get("save_strategy", "steps") == "steps" else None
+            _make_steps_key("train.save_every").translate(value, settings)
+            if settings.get("save_strategy", "steps") == "steps"
+            else None
         ),
     ),
-    "save_total_limit": same("train.keep_checkpoints"),
-    "metric_for_best_model": missing("set `train.keep_best` to an eval metric", here=("train.keep_best",)),
-    "load_best_model_at_end": missing("set `train.keep_best` to an eval metric", False, here=("train.keep_best",)),
-    "greater_is_better": automatic("every metric declares its direction"),
+    "save_strategy": Key(("train.save_every",), "in steps", _convert_strategy),
+    "save_total_limit": keep_checkpoints("`null` keeps all"),
+    "metric_for_best_model": report("set `train.keep_best` to an eval metric", here=("train.keep_best",)),
+    "load_best_model_at_end": report("set `train.keep_best` to an eval metric", False, here=("train.keep_best",)),
+    "greater_is_better": ignore("every metric declares its direction"),
     "resume_from_checkpoint": Key(("resume",), "the default", lambda value, settings: None),
     "report_to": Key(
         ("logger.wandb", "logger.mlflow", "logger.swanlab", "logger.trackio"), "several at once", _convert_services
     ),
     "run_name": read_with("report_to", "logger.wandb.name"),
-    "logging_steps": automatic("every step is logged"),
-    "logging_*": automatic("every step is logged, in `output_dir`"),
-    "log_*": automatic("`rollout.save_every` writes completions"),
+    "logging_steps": ignore("every step is logged"),
+    "logging_*": ignore("every step is logged, in `output_dir`"),
+    "log_*": ignore("`rollout.save_every` writes completions"),
     "ddp_timeout": compute("train.collective_timeout_minutes", lambda value, settings: value / 60, "seconds there"),
-    "push_to_hub": missing("`train.export_hf` writes directories for `hf upload`", False, here=("train.export_hf",)),
+    "push_to_hub": report("`train.export_hf` writes directories for `hf upload`", False, here=("train.export_hf",)),
     "hub_*": read_with("push_to_hub"),
-    "deepspeed": missing(_SHARDING, here=("optimizer.distributed",)),
-    "fsdp": missing(_SHARDING, "", [], False, here=("optimizer.distributed",)),
-    "fsdp_config": missing(_SHARDING, here=("optimizer.distributed",)),
-    "model_init_kwargs": automatic("`precision` and `model.backend` decide it"),
-    **{
-        name: automatic("it changes no result, or is decided here")
-        for name in (
-            "trust_remote_code",
-            "remove_unused_columns",
-            "disable_dropout",
-            "cast_lm_head_to_fp32",
-            "ds3_gather_for_generation",
-            "shuffle_dataset",
-            "pad_to_multiple_of",
-            "dataset_num_proc",
-            "dataloader_num_workers",
-            "do_train",
-            "do_eval",
-            "ddp_find_unused_parameters",
-            "torch_empty_cache_steps",
-            "cache_implementation",
-            "eos_token",
-            "pad_token",
-        )
-    },
-    "LoraConfig.r": same("peft.r"),
-    "LoraConfig.lora_alpha": same("peft.lora_alpha"),
-    "LoraConfig.lora_dropout": same("peft.lora_dropout"),
+    "deepspeed": report(_SHARDING, here=("optimizer.distributed",)),
+    "fsdp": report(_SHARDING, "", [], False, here=("optimizer.distributed",)),
+    "fsdp_config": report(_SHARDING, here=("optimizer.distributed",)),
+    "model_init_kwargs": ignore("`precision` and `model.backend` decide it"),
+    **ignore_each(
+        "",
+        "trust_remote_code remove_unused_columns disable_dropout cast_lm_head_to_fp32 ds3_gather_for_generation "
+        "shuffle_dataset pad_to_multiple_of dataset_num_proc dataloader_num_workers do_train do_eval "
+        "ddp_find_unused_parameters torch_empty_cache_steps cache_implementation eos_token pad_token",
+    ),
+    "LoraConfig.r": copy("peft.r"),
+    "LoraConfig.lora_alpha": copy("peft.lora_alpha"),
+    "LoraConfig.lora_dropout": copy("peft.lora_dropout"),
     "LoraConfig.target_modules": Key(
         ("peft.target_modules",),
         "`all-linear` here by default; peft's default depends on the model",
@@ -573,13 +674,13 @@ KEYS: dict[str, Key] = {
         ),
         (),
     ),
-    "LoraConfig.exclude_modules": same("peft.exclude_modules"),
-    "LoraConfig.modules_to_save": same("peft.modules_to_save"),
-    "LoraConfig.use_rslora": same("peft.use_rslora"),
-    "LoraConfig.use_dora": same("peft.use_dora"),
-    "LoraConfig.init_lora_weights": missing("B starts at 0", True),
-    "LoraConfig.bias": missing("biases are not trained beside an adapter; leave the key out", "none"),
-    "LoraConfig.task_type": automatic("the algorithm decides it"),
+    "LoraConfig.exclude_modules": copy("peft.exclude_modules"),
+    "LoraConfig.modules_to_save": copy("peft.modules_to_save"),
+    "LoraConfig.use_rslora": copy("peft.use_rslora"),
+    "LoraConfig.use_dora": copy("peft.use_dora"),
+    "LoraConfig.init_lora_weights": report("B starts at 0", True),
+    "LoraConfig.bias": report("biases are not trained beside an adapter; leave the key out", "none"),
+    "LoraConfig.task_type": ignore("the algorithm decides it"),
 }
 
 LIBRARY = Library("TRL", KEYS, sections=TRAINERS)

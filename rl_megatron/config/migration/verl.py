@@ -9,15 +9,17 @@ from rl_megatron.config.migration.keys import (
     Key,
     Library,
     Settings,
-    automatic,
     compute,
+    copy,
     if_true,
-    initial_model,
-    missing,
+    ignore,
+    ignore_each,
+    keep_checkpoints,
+    name_model,
     only_if,
     read_with,
     rename,
-    same,
+    report,
 )
 
 _ACTOR = "actor_rollout_ref.actor."
@@ -47,13 +49,13 @@ _LOSS_MODES: dict[object, dict[str, object]] = {
     "vanilla": {},
     "gspo": {"loss.sequence_level_importance_ratios": True, "loss.token_level_loss": False},
     "geo_mean": {"loss.use_gmpo": True, "loss.token_level_loss": False},
-    "sapo": {"loss.use_sapo": True},
+    "sapo": {"loss.use_sapo": True, "loss.token_level_loss": False},
     "cispo": {"loss.use_cispo": True},
     "clip_cov": {"loss.use_clip_cov": True},
     "kl_cov": {"loss.use_kl_cov": True},
 }
-_OWN_AVERAGE = ("gspo", "geo_mean")  # modes that set the average themselves
-_WITHOUT_DUAL_CLIP = ("geo_mean", "sapo", "cispo", "clip_cov", "kl_cov")
+_OWN_AVERAGE = ("gspo", "geo_mean", "sapo")  # modes that set the average themselves
+_WITHOUT_DUAL_CLIP = ("gspo", "geo_mean", "sapo", "cispo", "clip_cov", "kl_cov")
 _MODE = f"{_ACTOR}policy_loss.loss_mode"
 
 
@@ -117,6 +119,26 @@ def _convert_truncation(value: Any, settings: Settings) -> Converted:
     }
 
 
+def _convert_cap(value: Any, settings: Settings) -> Converted:
+    if value <= 0:
+        return None
+    return {
+        "loss.use_importance_sampling_correction": True,
+        "loss.truncated_importance_sampling_type": "tis",
+        "loss.truncated_importance_sampling_ratio": value,
+    }
+
+
+def _convert_clip(value: Any, settings: Settings) -> Converted:
+    """Return the bounds that have no value of their own; verl's files give both one."""
+    sides = {"loss.ratio_clip_min": "low", "loss.ratio_clip_max": "high"}
+    own = {here: settings.get(f"{_ACTOR}clip_ratio_{side}", 0.2) for here, side in sides.items()}
+    unset = {here: value for here, bound in own.items() if bound is None}
+    if unset or value in own.values():
+        return unset or None
+    return "verl reads clip_ratio_low and clip_ratio_high, which are 0.2 by default: set loss.ratio_clip_min and _max"
+
+
 def _convert_lora(value: Any, settings: Settings) -> Converted:
     return {"peft.r": value} if value else None
 
@@ -164,12 +186,16 @@ def _convert_validation(value: Any, settings: Settings) -> Converted:
 
 
 def _list_optimizer_keys(section: str, here: str) -> dict[str, Key]:
+    def convert_ratio(value: Any, settings: Settings) -> Converted:
+        styles = (settings.get(f"{section}{name}") for name in ("warmup_style", "lr_scheduler_type"))
+        return {f"{here}min_lr": value * settings[f"{section}lr"]} if "cosine" in styles else None
+
     return {
-        f"{section}lr": same(f"{here}lr", "the default here, 1e-3, is for tiny models"),
-        f"{section}min_lr": same(f"{here}min_lr"),
-        f"{section}weight_decay": same(f"{here}weight_decay"),
-        f"{section}clip_grad": same(f"{here}clip_grad"),
-        f"{section}grad_clip": same(f"{here}clip_grad"),
+        f"{section}lr": copy(f"{here}lr", "the default here, 1e-3, is for tiny models"),
+        f"{section}min_lr": copy(f"{here}min_lr"),
+        f"{section}weight_decay": copy(f"{here}weight_decay"),
+        f"{section}clip_grad": copy(f"{here}clip_grad"),
+        f"{section}grad_clip": copy(f"{here}clip_grad"),
         f"{section}betas": Key(
             (f"{here}beta1", f"{here}beta2"),
             "",
@@ -180,23 +206,32 @@ def _list_optimizer_keys(section: str, here: str) -> dict[str, Key]:
             "",
             lambda value, settings: None if value < 0 else {f"{here}warmup_steps": value},
         ),
-        f"{section}lr_warmup_steps_ratio": missing(
+        f"{section}lr_warmup_steps_ratio": report(
             f"set `{here}warmup_steps`, in optimizer steps", 0, 0.0, here=(f"{here}warmup_steps",)
         ),
-        f"{section}lr_decay_style": same(f"{here}decay_style", "`constant` there, `cosine` here by default"),
-        f"{section}lr_scheduler_type": same(f"{here}decay_style"),
-        f"{section}warmup_style": same(f"{here}decay_style"),
-        f"{section}lr_decay_steps": same(f"{here}decay_steps"),
-        f"{section}optimizer": missing(
+        f"{section}lr_decay_style": copy(f"{here}decay_style", "`constant` there, `cosine` here by default"),
+        f"{section}lr_scheduler_type": copy(f"{here}decay_style"),
+        f"{section}warmup_style": copy(f"{here}decay_style"),
+        f"{section}lr_decay_steps": copy(f"{here}decay_steps"),
+        f"{section}optimizer": report(
             "the optimizer is always Adam with decoupled weight decay", "adam", "AdamW", "adamw"
         ),
-        f"{section}lr_warmup_init": missing("the warmup begins at 0", 0, 0.0),
-        f"{section}*": automatic("the schedule ends with the stage"),
+        f"{section}lr_warmup_init": report("the warmup begins at 0", 0, 0.0),
+        f"{section}min_lr_ratio": Key((f"{here}min_lr",), "times the learning rate", convert_ratio, (None, 0, 0.0)),
+        f"{section}num_cycles": report("the learning rate falls once, by half a cosine", 0.5),
+        f"{section}weight_decay_incr_style": report("the weight decay is constant", "constant"),
+        f"{section}override_optimizer_config": report("set keys of the optimizer", {}),
+        f"{section}override_optimizer_config.*": report("set keys of the optimizer"),
+        **ignore_each(
+            section,
+            "_target_ total_training_steps lr_wsd_decay_style lr_wsd_decay_steps use_checkpoint_opt_param_scheduler",
+            "the schedule ends with the stage",
+        ),
     }
 
 
 _LAYOUT = {
-    "tensor_model_parallel_size": same("parallel.tensor", "one layout for policy, critic and reference"),
+    "tensor_model_parallel_size": copy("parallel.tensor", "one layout for policy, critic and reference"),
     "sequence_parallel": Key(
         ("parallel.sequence",),
         "",
@@ -206,21 +241,30 @@ _LAYOUT = {
             else None
         ),
     ),
-    "pipeline_model_parallel_size": same("parallel.pipeline"),
-    "virtual_pipeline_model_parallel_size": same("parallel.virtual_pipeline"),
-    "context_parallel_size": same("parallel.context"),
-    "expert_model_parallel_size": same("parallel.expert"),
-    "expert_tensor_parallel_size": same("parallel.expert_tensor", "1 here by default, not the tensor-parallel degree"),
-    "use_distributed_optimizer": same("optimizer.distributed"),
+    "pipeline_model_parallel_size": copy("parallel.pipeline"),
+    "virtual_pipeline_model_parallel_size": copy("parallel.virtual_pipeline"),
+    "context_parallel_size": copy("parallel.context"),
+    "expert_model_parallel_size": copy("parallel.expert"),
+    "expert_tensor_parallel_size": copy("parallel.expert_tensor", "1 here by default, not the tensor-parallel degree"),
+    "use_distributed_optimizer": copy("optimizer.distributed"),
     "override_transformer_config.recompute_granularity": rename("model.recompute", _RECOMPUTE),
-    "override_transformer_config.recompute_*": automatic("`full` recomputes every layer"),
-    "override_transformer_config.*": missing("set keys of `model`", False, [], "flash", ["core_attn"]),
+    "override_transformer_config.recompute_*": ignore("`full` recomputes every layer"),
+    "override_transformer_config.*": report("set keys of `model`", False, [], "flash", ["core_attn"]),
     "dtype": rename("precision", {"bfloat16": "bf16", "float32": "fp32"}),
-    "param_offload": missing("the policy's weights stay on the device; see `generation.refit`", False),
-    "optimizer_offload": missing("the optimizer stays on the device", False),
-    "grad_offload": missing("gradients stay on the device", False),
-    "seed": automatic("`train.seed` decides it too"),
-    "*": automatic("any layout can load a checkpoint, and sequences are packed"),
+    "param_offload": report("the policy's weights stay on the device; see `generation.refit`", False),
+    "optimizer_offload": report("the optimizer stays on the device", False),
+    "grad_offload": report("gradients stay on the device", False),
+    "seed": ignore("`train.seed` decides it too"),
+    "override_ddp_config": report("set `optimizer.overlap`", {}, here=("optimizer.overlap",)),
+    "override_ddp_config.*": report("set `optimizer.overlap`", here=("optimizer.overlap",)),
+    "override_mcore_model_config": report("set keys of `model`", {}),
+    "override_mcore_model_config.*": report("set keys of `model`"),
+    **ignore_each(
+        "",
+        "_target_ use_dist_checkpointing dist_checkpointing_path dist_checkpointing_prefix use_mbridge vanilla_mbridge "
+        "forward_only use_remove_padding load_weight",
+        "any layout can load a checkpoint, and sequences are packed",
+    ),
 }
 
 KEYS: dict[str, Key] = {
@@ -229,23 +273,23 @@ KEYS: dict[str, Key] = {
         "`gae` is `algorithm=ppo`; the others are `algorithm=grpo`",
         _convert_estimator,
     ),
-    "algorithm.norm_adv_by_std_in_grpo": only_if(_ESTIMATOR, "grpo", same("algorithm.normalize_std")),
-    "algorithm.gamma": only_if(_ESTIMATOR, "gae", same("algorithm.discount")),
-    "algorithm.lam": only_if(_ESTIMATOR, "gae", same("algorithm.gae_lambda", "1.0 there and 0.95 here by default")),
+    "algorithm.norm_adv_by_std_in_grpo": only_if(_ESTIMATOR, "grpo", copy("algorithm.normalize_std")),
+    "algorithm.gamma": only_if(_ESTIMATOR, "gae", copy("algorithm.discount")),
+    "algorithm.lam": only_if(_ESTIMATOR, "gae", copy("algorithm.gae_lambda", "1.0 there and 0.95 here by default")),
     "algorithm.use_kl_in_reward": Key(
         ("loss.use_kl_in_reward", "loss.reference_policy_kl_penalty"), "", _convert_kl_in_reward
     ),
     "algorithm.kl_penalty": only_if(
         "algorithm.use_kl_in_reward", True, rename("loss.reference_policy_kl_type", _KL_TYPES)
     ),
-    "algorithm.kl_ctrl.type": missing("the coefficient is fixed", "fixed"),
+    "algorithm.kl_ctrl.type": report("the coefficient is fixed", "fixed"),
     "algorithm.kl_ctrl.kl_coef": read_with("algorithm.use_kl_in_reward", "loss.reference_policy_kl_penalty"),
-    "algorithm.kl_ctrl.*": automatic("the coefficient is fixed"),
-    "algorithm.filter_groups.enable": same("algorithm.dynamic_sampling"),
+    "algorithm.kl_ctrl.*": ignore("the coefficient is fixed"),
+    "algorithm.filter_groups.enable": copy("algorithm.dynamic_sampling"),
     "algorithm.filter_groups.max_num_gen_batches": only_if(
-        "algorithm.filter_groups.enable", True, same("algorithm.dynamic_sampling_max_rounds", unused=(None, 0))
+        "algorithm.filter_groups.enable", True, copy("algorithm.dynamic_sampling_max_rounds", unused=(None, 0))
     ),
-    "algorithm.filter_groups.metric": automatic("groups are compared by their rewards"),
+    "algorithm.filter_groups.metric": ignore("groups are compared by their rewards"),
     "algorithm.rollout_correction.rollout_is": Key(
         (
             "loss.use_importance_sampling_correction",
@@ -258,10 +302,10 @@ KEYS: dict[str, Key] = {
     "algorithm.rollout_correction.rollout_is_threshold": read_with(
         "algorithm.rollout_correction.rollout_is", "loss.truncated_importance_sampling_ratio"
     ),
-    "algorithm.rollout_correction.rollout_rs": missing(
+    "algorithm.rollout_correction.rollout_rs": report(
         "set `loss.sequence_rejection_type`: geometric or k3", here=("loss.sequence_rejection_type",)
     ),
-    "algorithm.rollout_correction.rollout_rs_threshold": missing(
+    "algorithm.rollout_correction.rollout_rs_threshold": report(
         "set `loss.sequence_rejection_max`", here=("loss.sequence_rejection_max",)
     ),
     "algorithm.rollout_correction.bypass_mode": Key(
@@ -270,13 +314,23 @@ KEYS: dict[str, Key] = {
         lambda value, settings: "set rollout.importance_correction=engine with rollout.async_enabled=true",
         (None, False),
     ),
-    "algorithm.rollout_correction.*": automatic("the correction is of the loss"),
-    "algorithm.use_pf_ppo": missing("samples are not weighted again", False),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": report(
+        "importance weights are not normalized over the batch", False
+    ),
+    "algorithm.rollout_correction.rollout_token_veto_threshold": copy("loss.token_veto_threshold"),
+    "algorithm.rollout_correction.use_policy_gradient": report(
+        "set `loss.disable_ppo_ratio`", False, here=("loss.disable_ppo_ratio",)
+    ),
+    "algorithm.rollout_correction.loss_type": report(
+        "for reinforce, set `loss.disable_ppo_ratio`", "ppo_clip", here=("loss.disable_ppo_ratio",)
+    ),
+    "algorithm._target_": ignore("it is decided here"),
+    "algorithm.use_pf_ppo": report("samples are not weighted again", False),
     "algorithm.pf_ppo.*": read_with("algorithm.use_pf_ppo"),
     "data.train_files": _convert_files("data.path"),
     "data.val_files": _convert_files("data.eval_path"),
-    "data.train_batch_size": same("algorithm.prompts_per_step", "prompts"),
-    "data.max_response_length": same("generation.max_new_tokens", "32 here by default"),
+    "data.train_batch_size": copy("algorithm.prompts_per_step", "prompts"),
+    "data.max_response_length": copy("generation.max_new_tokens", "32 here by default"),
     "data.max_prompt_length": Key(
         ("model.max_sequence_length",), "prompt and completion together", _convert_prompt_length
     ),
@@ -295,21 +349,31 @@ KEYS: dict[str, Key] = {
         "",
         lambda value, settings: None if value == "prompt" else {"data.columns": {"prompt": value}},
     ),
-    "data.seed": same("train.seed"),
-    "data.shuffle": missing("training data are always shuffled", True),
-    "data.val_max_samples": same("data.num_eval_examples", unused=(None, -1)),
-    "data.train_max_samples": missing("write the records to use to a file of their own", -1),
-    "data.apply_chat_template_kwargs": same("data.chat_template_kwargs", unused=(None, {})),
-    "data.apply_chat_template_kwargs.*": missing(
+    "data.seed": copy("train.seed"),
+    "data.shuffle": report("training data are always shuffled", True),
+    "data.val_max_samples": copy("data.num_eval_examples", unused=(None, -1)),
+    "data.train_max_samples": report("write the records to use to a file of their own", -1),
+    "data.apply_chat_template_kwargs": copy("data.chat_template_kwargs", unused=(None, {})),
+    "data.apply_chat_template_kwargs.*": report(
         "set `data.chat_template_kwargs`", here=("data.chat_template_kwargs",)
     ),
-    "data.custom_cls.path": missing("register a data source of your own: docs/extending.md"),
-    "data.sampler.class_path": missing("set `data.mix_weights` for a curriculum", here=("data.mix_weights",)),
-    "data.*": automatic("files are read as they are, by one process per node"),
-    f"{_MODEL}path": initial_model(),
-    f"{_MODEL}tokenizer_path": same("tokenizer.path"),
-    f"{_MODEL}custom_chat_template": same("data.chat_template"),
-    f"{_MODEL}use_fused_kernels": same("train.fused_head", unused=(None, False)),
+    "data.custom_cls.path": report("register a data source of your own: docs/extending.md"),
+    "data.sampler.class_path": report("set `data.mix_weights` for a curriculum", here=("data.mix_weights",)),
+    "data.tokenizer": copy("tokenizer.path"),
+    "data.reward_fn_key": report("reward functions read the field `data_source`", "data_source"),
+    "data.datagen.path": report("write the records to a file"),
+    "data.tool_config_path": read_with(f"{_ROLLOUT}multi_turn.tool_config_path"),
+    **ignore_each(
+        "data.",
+        "use_shm val_batch_size return_raw_input_ids return_raw_chat return_full_prompt dataloader_num_workers "
+        "validation_shuffle filter_overlong_prompts_workers image_key image_patch_size video_key trust_remote_code "
+        "custom_cls.name return_multi_modal_inputs sampler.class_name datagen.name",
+        "files are read as they are, by one process per node",
+    ),
+    f"{_MODEL}path": name_model(),
+    f"{_MODEL}tokenizer_path": copy("tokenizer.path"),
+    f"{_MODEL}custom_chat_template": copy("data.chat_template"),
+    f"{_MODEL}use_fused_kernels": copy("train.fused_head", unused=(None, False)),
     f"{_MODEL}enable_gradient_checkpointing": Key(
         ("model.recompute",),
         "of the FSDP trainer",
@@ -317,27 +381,48 @@ KEYS: dict[str, Key] = {
             {"model.recompute": "full"} if value and settings.get(f"{_ACTOR}strategy") in ("fsdp", "fsdp2") else None
         ),
     ),
-    f"{_MODEL}enable_activation_offload": missing("set `model.recompute`", False, here=("model.recompute",)),
+    f"{_MODEL}enable_activation_offload": report("set `model.recompute`", False, here=("model.recompute",)),
     f"{_MODEL}lora_rank": Key(("peft.r",), "0 is off", _convert_lora),
-    f"{_MODEL}lora_alpha": _make_lora_key(f"{_MODEL}lora_rank", same("peft.lora_alpha")),
-    f"{_MODEL}target_modules": _make_lora_key(f"{_MODEL}lora_rank", same("peft.target_modules")),
-    f"{_MODEL}exclude_modules": _make_lora_key(f"{_MODEL}lora_rank", same("peft.exclude_modules")),
+    f"{_MODEL}lora_alpha": _make_lora_key(f"{_MODEL}lora_rank", copy("peft.lora_alpha")),
+    f"{_MODEL}target_modules": _make_lora_key(f"{_MODEL}lora_rank", copy("peft.target_modules")),
+    f"{_MODEL}exclude_modules": _make_lora_key(f"{_MODEL}lora_rank", copy("peft.exclude_modules")),
     f"{_MODEL}lora.rank": Key(("peft.r",), "0 is off", _convert_lora),
-    f"{_MODEL}lora.alpha": _make_lora_key(f"{_MODEL}lora.rank", same("peft.lora_alpha")),
-    f"{_MODEL}lora.dropout": _make_lora_key(f"{_MODEL}lora.rank", same("peft.lora_dropout")),
+    f"{_MODEL}lora.alpha": _make_lora_key(f"{_MODEL}lora.rank", copy("peft.lora_alpha")),
+    f"{_MODEL}lora.dropout": _make_lora_key(f"{_MODEL}lora.rank", copy("peft.lora_dropout")),
     f"{_MODEL}lora.target_modules": _make_lora_key(
         f"{_MODEL}lora.rank",
-        missing("modules have their Hugging Face names, such as q_proj", here=("peft.target_modules",)),
+        report("modules have their Hugging Face names, such as q_proj", here=("peft.target_modules",)),
     ),
-    f"{_MODEL}lora.*": automatic("A starts randomly and B at 0"),
-    f"{_MODEL}lora_adapter_path": missing(
+    f"{_MODEL}lora.exclude_modules": _make_lora_key(
+        f"{_MODEL}lora.rank",
+        report("modules have their Hugging Face names, such as q_proj", [], here=("peft.exclude_modules",)),
+    ),
+    f"{_MODEL}lora.dropout_position": _make_lora_key(
+        f"{_MODEL}lora.rank", report("the dropout is of the adapters' input", "pre")
+    ),
+    f"{_MODEL}lora.adapter_path": report(
         "import the adapter: `rl-megatron convert import ADAPTER … --base CHECKPOINT`"
     ),
-    f"{_MODEL}*": automatic("`rl-megatron convert import` reads the shape of the model"),
-    f"{_ACTOR}ppo_mini_batch_size": Key(
-        ("train.global_batch_size",), "verl counts prompts, and we count sequences", _convert_batch
+    **ignore_each(
+        f"{_MODEL}lora.",
+        "type merge lora_A_init_method lora_B_init_method a2a_experimental dtype",
+        "A starts randomly and B at 0",
     ),
-    f"{_ACTOR}ppo_micro_batch_size": missing("set `train.micro_batch_size`", here=("train.micro_batch_size",)),
+    f"{_MODEL}lora_adapter_path": report(
+        "import the adapter: `rl-megatron convert import ADAPTER … --base CHECKPOINT`"
+    ),
+    f"{_MODEL}override_config": report("set keys of `model`", {}),
+    f"{_MODEL}override_config.*": report("set keys of `model`", {}, False),
+    **ignore_each(
+        _MODEL,
+        "_target_ hf_config_path use_shm trust_remote_code external_lib use_remove_padding use_liger "
+        "fused_kernel_options.impl_backend",
+        "`rl-megatron convert import` reads the shape of the model",
+    ),
+    f"{_ACTOR}ppo_mini_batch_size": Key(
+        ("train.global_batch_size",), "prompts there, and sequences here", _convert_batch
+    ),
+    f"{_ACTOR}ppo_micro_batch_size": report("set `train.micro_batch_size`", here=("train.micro_batch_size",)),
     f"{_ACTOR}ppo_micro_batch_size_per_gpu": Key(
         ("train.micro_batch_size",),
         "with `train.batching=padded`",
@@ -348,22 +433,11 @@ KEYS: dict[str, Key] = {
         ),
     ),
     f"{_ACTOR}use_dynamic_bsz": if_true({"train.batching": "packed"}, "the default here"),
-    f"{_ACTOR}ppo_max_token_len_per_gpu": only_if(f"{_ACTOR}use_dynamic_bsz", True, same("train.micro_batch_tokens")),
-    f"{_ACTOR}ppo_epochs": same("algorithm.updates_per_rollout"),
-    f"{_ACTOR}clip_ratio": Key(
-        ("loss.ratio_clip_min", "loss.ratio_clip_max"),
-        "",
-        lambda value, settings: (
-            {
-                here: value
-                for here, side in (("loss.ratio_clip_min", "low"), ("loss.ratio_clip_max", "high"))
-                if f"{_ACTOR}clip_ratio_{side}" not in settings
-            }
-            or None
-        ),
-    ),
-    f"{_ACTOR}clip_ratio_low": same("loss.ratio_clip_min"),
-    f"{_ACTOR}clip_ratio_high": same("loss.ratio_clip_max"),
+    f"{_ACTOR}ppo_max_token_len_per_gpu": only_if(f"{_ACTOR}use_dynamic_bsz", True, copy("train.micro_batch_tokens")),
+    f"{_ACTOR}ppo_epochs": copy("algorithm.updates_per_rollout"),
+    f"{_ACTOR}clip_ratio": Key(("loss.ratio_clip_min", "loss.ratio_clip_max"), "", _convert_clip),
+    f"{_ACTOR}clip_ratio_low": copy("loss.ratio_clip_min"),
+    f"{_ACTOR}clip_ratio_high": copy("loss.ratio_clip_max"),
     f"{_ACTOR}clip_ratio_c": Key(
         ("loss.ratio_clip_c",),
         "3.0 there and off here by default",
@@ -374,6 +448,7 @@ KEYS: dict[str, Key] = {
     _MODE: Key(
         (
             "loss.sequence_level_importance_ratios",
+            "loss.token_level_loss",
             "loss.use_gmpo",
             "loss.use_sapo",
             "loss.use_cispo",
@@ -383,43 +458,57 @@ KEYS: dict[str, Key] = {
         "`gspo`, `geo_mean`, `sapo`, `cispo`, `clip_cov`, `kl_cov`",
         _convert_mode,
     ),
-    f"{_ACTOR}policy_loss.clip_cov_ratio": only_if(_MODE, "clip_cov", same("loss.clip_cov_ratio")),
-    f"{_ACTOR}policy_loss.clip_cov_lb": only_if(_MODE, "clip_cov", same("loss.clip_cov_min")),
-    f"{_ACTOR}policy_loss.clip_cov_ub": only_if(_MODE, "clip_cov", same("loss.clip_cov_max")),
-    f"{_ACTOR}policy_loss.kl_cov_ratio": only_if(_MODE, "kl_cov", same("loss.kl_cov_ratio")),
-    f"{_ACTOR}policy_loss.ppo_kl_coef": only_if(_MODE, "kl_cov", same("loss.kl_cov_coef")),
-    f"{_ACTOR}tau_pos": only_if(_MODE, "sapo", same("loss.sapo_temperature_pos")),
-    f"{_ACTOR}tau_neg": only_if(_MODE, "sapo", same("loss.sapo_temperature_neg")),
-    f"{_ACTOR}entropy_coeff": same("loss.entropy_coeff"),
+    f"{_ACTOR}policy_loss.clip_cov_ratio": only_if(_MODE, "clip_cov", copy("loss.clip_cov_ratio")),
+    f"{_ACTOR}policy_loss.clip_cov_lb": only_if(_MODE, "clip_cov", copy("loss.clip_cov_min")),
+    f"{_ACTOR}policy_loss.clip_cov_ub": only_if(_MODE, "clip_cov", copy("loss.clip_cov_max")),
+    f"{_ACTOR}policy_loss.kl_cov_ratio": only_if(_MODE, "kl_cov", copy("loss.kl_cov_ratio")),
+    f"{_ACTOR}policy_loss.ppo_kl_coef": only_if(_MODE, "kl_cov", copy("loss.kl_cov_coef")),
+    f"{_ACTOR}tau_pos": only_if(_MODE, "sapo", copy("loss.sapo_temperature_pos")),
+    f"{_ACTOR}tau_neg": only_if(_MODE, "sapo", copy("loss.sapo_temperature_neg")),
+    f"{_ACTOR}entropy_coeff": copy("loss.entropy_coeff"),
     f"{_ACTOR}use_kl_loss": Key(("loss.reference_policy_kl_penalty",), "0 is off", _convert_kl),
     f"{_ACTOR}kl_loss_coef": read_with(f"{_ACTOR}use_kl_loss", "loss.reference_policy_kl_penalty"),
     f"{_ACTOR}kl_loss_type": only_if(f"{_ACTOR}use_kl_loss", True, rename("loss.reference_policy_kl_type", _KL_TYPES)),
-    f"{_ACTOR}grad_clip": same("optimizer.clip_grad"),
-    f"{_ACTOR}ulysses_sequence_parallel_size": same("parallel.context", unused=(None, 1)),
+    f"{_ACTOR}grad_clip": copy("optimizer.clip_grad"),
+    f"{_ACTOR}ulysses_sequence_parallel_size": copy("parallel.context", unused=(None, 1)),
     f"{_ACTOR}router_replay.mode": Key(
         ("generation.router_replay",),
         "",
         lambda value, settings: None if value == "disabled" else {"generation.router_replay": True},
     ),
-    f"{_ACTOR}checkpoint.async_save": same("train.async_save"),
-    f"{_ACTOR}checkpoint.*": automatic("a checkpoint has everything; `train.export_hf` also exports it"),
-    f"{_ACTOR}strategy": automatic("models always run on megatron-core"),
-    f"{_ACTOR}fsdp_config.*": automatic("models always run on megatron-core; `optimizer.distributed` shards its state"),
-    f"{_ACTOR}profiler.*": automatic("set `profile.steps`"),
-    f"{_ACTOR}*": automatic("it is chosen here, or changes no result"),
+    f"{_ACTOR}checkpoint.async_save": copy("train.async_save"),
+    f"{_ACTOR}checkpoint.*": ignore("a checkpoint has everything; `train.export_hf` also exports it"),
+    f"{_ACTOR}strategy": ignore("models always run on megatron-core"),
+    f"{_ACTOR}fsdp_config.*": ignore("models always run on megatron-core; `optimizer.distributed` shards its state"),
+    f"{_ACTOR}profiler.*": ignore("set `profile.steps`"),
+    f"{_ACTOR}tis_imp_ratio_cap": Key(
+        (
+            "loss.truncated_importance_sampling_ratio",
+            "loss.truncated_importance_sampling_type",
+            "loss.use_importance_sampling_correction",
+        ),
+        "-1 is off",
+        _convert_cap,
+    ),
+    f"{_ACTOR}policy_loss._target_": ignore("it is decided here"),
+    **ignore_each(
+        _ACTOR,
+        "_target_ use_torch_compile shuffle entropy_from_logits_with_chunking entropy_checkpointing use_remove_padding "
+        "use_fused_kernels data_loader_seed load_weight freeze_vision_tower rollout_n",
+    ),
     **_list_optimizer_keys(f"{_ACTOR}optim.", "optimizer."),
     **{f"{_ACTOR}megatron.{name}": key for name, key in _LAYOUT.items()},
     "actor_rollout_ref.ref.megatron.param_offload": if_true({"train.reference": "offload"}),
     "actor_rollout_ref.ref.fsdp_config.param_offload": if_true({"train.reference": "offload"}),
-    "actor_rollout_ref.ref.*": automatic("the reference uses the policy's layout and microbatches"),
+    "actor_rollout_ref.ref.*": ignore("the reference uses the policy's layout and microbatches"),
     "actor_rollout_ref.nccl_timeout": compute(
         "train.collective_timeout_minutes", lambda value, settings: value / 60, "seconds there"
     ),
-    "actor_rollout_ref.hybrid_engine": automatic("`generation.engine` and `generation.refit` decide it"),
+    "actor_rollout_ref.hybrid_engine": ignore("`generation.engine` and `generation.refit` decide it"),
     _ENGINE: rename("generation.engine", {"vllm": "vllm", "sglang": "sglang", "hf": "transformers"}),
-    f"{_ROLLOUT}n": same("algorithm.samples_per_prompt"),
-    f"{_ROLLOUT}temperature": same("generation.temperature"),
-    f"{_ROLLOUT}top_p": same("generation.top_p"),
+    f"{_ROLLOUT}n": copy("algorithm.samples_per_prompt"),
+    f"{_ROLLOUT}temperature": copy("generation.temperature"),
+    f"{_ROLLOUT}top_p": copy("generation.top_p"),
     f"{_ROLLOUT}top_k": compute("generation.top_k", _every, "off is 0 here, -1 there"),
     f"{_ROLLOUT}tensor_model_parallel_size": Key(
         ("generation.vllm.tensor_parallel_size", "generation.sglang.tp_size"),
@@ -443,10 +532,10 @@ KEYS: dict[str, Key] = {
             else None
         ),
     ),
-    f"{_ROLLOUT}enforce_eager": only_if(_ENGINE, "vllm", same("generation.vllm.enforce_eager")),
-    f"{_ROLLOUT}max_model_len": only_if(_ENGINE, "vllm", same("generation.vllm.max_model_len")),
-    f"{_ROLLOUT}max_num_seqs": only_if(_ENGINE, "vllm", same("generation.vllm.max_num_seqs")),
-    f"{_ROLLOUT}max_num_batched_tokens": only_if(_ENGINE, "vllm", same("generation.vllm.max_num_batched_tokens")),
+    f"{_ROLLOUT}enforce_eager": only_if(_ENGINE, "vllm", copy("generation.vllm.enforce_eager")),
+    f"{_ROLLOUT}max_model_len": only_if(_ENGINE, "vllm", copy("generation.vllm.max_model_len")),
+    f"{_ROLLOUT}max_num_seqs": only_if(_ENGINE, "vllm", copy("generation.vllm.max_num_seqs")),
+    f"{_ROLLOUT}max_num_batched_tokens": only_if(_ENGINE, "vllm", copy("generation.vllm.max_num_batched_tokens")),
     f"{_ROLLOUT}free_cache_engine": Key(
         ("generation.refit",),
         "`shared_memory`: the servers run on the policy's GPUs",
@@ -454,43 +543,81 @@ KEYS: dict[str, Key] = {
             {"generation.refit": "shared_memory"} if value and settings.get(_ENGINE) in ("vllm", "sglang") else None
         ),
     ),
-    f"{_ROLLOUT}update_weights_bucket_megabytes": same("generation.refit_bucket_mb"),
-    f"{_ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes": same("generation.refit_bucket_mb"),
-    f"{_ROLLOUT}enable_rollout_routing_replay": same("generation.router_replay", unused=(None, False)),
+    f"{_ROLLOUT}update_weights_bucket_megabytes": copy("generation.refit_bucket_mb"),
+    f"{_ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes": copy("generation.refit_bucket_mb"),
+    f"{_ROLLOUT}enable_rollout_routing_replay": copy("generation.router_replay", unused=(None, False)),
     f"{_ROLLOUT}val_kwargs.n": Key(("eval.sets",), "of each set", _convert_validation),
-    f"{_ROLLOUT}val_kwargs.*": automatic(
-        "the evaluation on held-out data is greedy; sets of `eval.sets` have their own"
-    ),
-    f"{_ROLLOUT}multi_turn.enable": missing(
+    **{
+        f"{_ROLLOUT}val_kwargs.{name}": report(
+            f"the evaluation on held-out data is greedy; set `{here}` of each set of `eval.sets`",
+            *greedy,
+            here=("eval.sets",),
+        )
+        for name, here, greedy in (
+            ("temperature", "temperature", (0, 0.0)),
+            ("do_sample", "temperature", (False,)),
+            ("top_p", "top_p", (1.0,)),
+            ("top_k", "top_k", (-1, 0)),
+        )
+    },
+    f"{_ROLLOUT}val_kwargs._target_": ignore("it is decided here"),
+    f"{_ROLLOUT}do_sample": report("completions of training are always sampled", True),
+    f"{_ROLLOUT}multi_turn.enable": report(
         "set `rollout.worker=conversation` with `rollout.tools.functions` or `rollout.environment.name`",
         False,
         here=("rollout.worker", "rollout.tools.functions", "rollout.environment.name"),
     ),
     f"{_ROLLOUT}multi_turn.max_assistant_turns": only_if(
-        f"{_ROLLOUT}multi_turn.enable", True, missing("set `rollout.max_turns`", here=("rollout.max_turns",))
+        f"{_ROLLOUT}multi_turn.enable", True, report("set `rollout.max_turns`", here=("rollout.max_turns",))
     ),
     f"{_ROLLOUT}multi_turn.tool_config_path": only_if(
         f"{_ROLLOUT}multi_turn.enable",
         True,
-        missing("name functions in `rollout.tools.functions`", here=("rollout.tools.functions",)),
+        report("name functions in `rollout.tools.functions`", here=("rollout.tools.functions",)),
     ),
     f"{_ROLLOUT}multi_turn.format": read_with(f"{_ROLLOUT}multi_turn.enable", "rollout.tools.format"),
     f"{_ROLLOUT}multi_turn.*": read_with(f"{_ROLLOUT}multi_turn.enable"),
-    f"{_ROLLOUT}engine_kwargs.*": missing(
+    f"{_ROLLOUT}engine_kwargs.*": report(
         "write them as arguments in `generation.vllm.extra_args` or `generation.sglang.extra_args`",
         here=("generation.vllm.extra_args", "generation.sglang.extra_args"),
     ),
-    f"{_ROLLOUT}quantization": missing("the engine has the policy's precision"),
-    f"{_ROLLOUT}*": automatic("it is chosen here, or changes no result"),
+    f"{_ROLLOUT}quantization": report("the engine has the policy's precision", False),
+    f"{_ROLLOUT}ignore_eos": report("a completion ends with the end token", False),
+    f"{_ROLLOUT}repetition_penalty": report("tokens are sampled from the policy's own distribution", 1.0),
+    f"{_ROLLOUT}over_sample_rate": report("every completion is waited for", 0, 0.0),
+    f"{_ROLLOUT}skip_rollout": report("completions are always sampled", False),
+    **{
+        f"{_ROLLOUT}{name}": report(
+            "write it as an argument in `generation.vllm.extra_args`", 1, here=("generation.vllm.extra_args",)
+        )
+        for name in ("data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size")
+    },
+    f"{_ROLLOUT}agent.agent_loop_config_path": report("set `rollout.worker` to your function", here=("rollout.worker",)),
+    f"{_ROLLOUT}agent.default_agent_loop": report(
+        "set `rollout.worker`", "single_turn_agent", here=("rollout.worker",)
+    ),
+    f"{_ROLLOUT}agent.num_workers": ignore("workers are threads"),
+    f"{_ROLLOUT}agent._target_": ignore("it is decided here"),
+    **{
+        f"{_ROLLOUT}{section}.*": ignore("it changes no result")
+        for section in ("trace", "profiler", "prometheus", "layer_name_map", "agent.custom_async_server")
+    },
+    **ignore_each(
+        _ROLLOUT,
+        "_target_ mode prompt_length response_length dtype cudagraph_capture_sizes enable_chunked_prefill "
+        "enable_prefix_caching load_format log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu "
+        "log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu disable_log_stats multi_stage_wake_up "
+        "calculate_log_probs skip_dump_dir skip_tokenizer_init use_block_quant_rollout layered_summon",
+    ),
     "custom_reward_function.path": Key(
         ("reward.functions",), "functions written for verl run as they are", _convert_reward
     ),
     "custom_reward_function.name": read_with("custom_reward_function.path", "reward.functions"),
-    "custom_reward_function.reward_kwargs.*": missing("write them as `kwargs` of the function in `reward.functions`"),
-    "reward_model.enable": missing(
+    "custom_reward_function.reward_kwargs.*": report("write them as `kwargs` of the function in `reward.functions`"),
+    "reward_model.enable": report(
         "add {name: reward_model, kwargs: {hf: DIRECTORY}} to `reward.functions`", False, here=("reward.functions",)
     ),
-    "reward_model.reward_manager": missing(
+    "reward_model.reward_manager": report(
         "rewards are functions; the reward function `overlong` has the penalty of `dapo`",
         "naive",
         "batch",
@@ -498,10 +625,10 @@ KEYS: dict[str, Key] = {
         here=("reward.functions",),
     ),
     "reward_model.model.path": read_with("reward_model.enable", "reward.functions"),
-    "reward_model.*": automatic("a reward model uses the policy's layout"),
-    "reward_manager.*": automatic("rewards are functions"),
+    "reward_model.*": ignore("a reward model uses the policy's layout"),
+    "reward_manager.*": ignore("rewards are functions"),
     **_list_optimizer_keys("critic.optim.", "algorithm.critic_optimizer."),
-    "critic.cliprange_value": same("algorithm.value_clip"),
+    "critic.cliprange_value": copy("algorithm.value_clip"),
     "critic.model.path": Key(
         (),
         "the critic starts from the policy's weights",
@@ -509,9 +636,30 @@ KEYS: dict[str, Key] = {
             None if value == settings.get(f"{_MODEL}path") else "the critic starts from the policy's weights"
         ),
     ),
-    "critic.ppo_mini_batch_size": automatic("the critic learns from the policy's batches"),
-    "critic.*": automatic("the critic uses the policy's layout and microbatches"),
-    "trainer.total_training_steps": same("train.steps", "rollout steps"),
+    "critic.ppo_mini_batch_size": ignore("the critic learns from the policy's batches"),
+    "critic.ppo_epochs": Key(
+        (),
+        "the critic learns in the policy's epochs",
+        lambda value, settings: (
+            None if value == settings.get(f"{_ACTOR}ppo_epochs", 1) else "the critic learns in the policy's epochs"
+        ),
+    ),
+    "critic.grad_clip": copy("algorithm.critic_optimizer.clip_grad"),
+    "critic.loss_agg_mode": report("the critic's loss is averaged over all tokens", "token-mean"),
+    "critic.model.lora_rank": report("the critic has the adapters of `peft`", 0, here=("peft.r",)),
+    **{
+        f"critic.{section}.*": ignore("the critic uses the policy's layout and microbatches")
+        for section in ("megatron", "model", "checkpoint", "profiler")
+    },
+    **ignore_each(
+        "critic.",
+        "_target_ rollout_n strategy enable ppo_micro_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz "
+        "ppo_max_token_len_per_gpu forward_max_token_len_per_gpu forward_micro_batch_size "
+        "forward_micro_batch_size_per_gpu shuffle ulysses_sequence_parallel_size nccl_timeout load_weight "
+        "data_loader_seed",
+        "the critic uses the policy's layout and microbatches",
+    ),
+    "trainer.total_training_steps": copy("train.steps", "rollout steps"),
     "trainer.total_epochs": Key(
         ("train.steps",),
         "`train.steps` counts rollout steps",
@@ -523,39 +671,46 @@ KEYS: dict[str, Key] = {
     ),
     "trainer.test_freq": compute("train.eval_every", _every, "0 here is -1 there"),
     "trainer.save_freq": compute("train.save_every", _every, "0 here is -1 there"),
-    "trainer.val_before_train": automatic("the first evaluation always happens"),
-    "trainer.critic_warmup": only_if(_ESTIMATOR, "gae", same("algorithm.critic_warmup_steps")),
-    "trainer.default_local_dir": same("output_dir"),
-    "trainer.max_actor_ckpt_to_keep": same("train.keep_checkpoints"),
+    "trainer.val_before_train": ignore("the first evaluation always happens"),
+    "trainer.critic_warmup": only_if(_ESTIMATOR, "gae", copy("algorithm.critic_warmup_steps")),
+    "trainer.default_local_dir": copy("output_dir"),
+    "trainer.max_actor_ckpt_to_keep": keep_checkpoints("`null` keeps all"),
+    "trainer.val_only": report("evaluate a checkpoint by `rl-megatron eval`", False),
     "trainer.resume_mode": rename("resume", {"auto": True, "disable": False}),
-    "trainer.resume_from_path": missing("set `init_from` to a checkpoint", here=("init_from",)),
+    "trainer.resume_from_path": report("set `init_from` to a checkpoint", here=("init_from",)),
     "trainer.logger": Key(("logger.wandb", "logger.mlflow", "logger.swanlab"), "several at once", _convert_loggers),
     "trainer.project_name": read_with("trainer.logger", "logger.wandb.project"),
     "trainer.experiment_name": read_with("trainer.logger", "logger.wandb.name"),
     "trainer.rollout_data_dir": Key(
         ("rollout.save_every",), "files in `output_dir`", lambda value, settings: {"rollout.save_every": 1}
     ),
-    "trainer.log_val_generations": missing(
+    "trainer.log_val_generations": report(
         "set `rollout.save_every`; `rl-megatron rollouts` shows them", 0, here=("rollout.save_every",)
     ),
-    "trainer.n_gpus_per_node": missing("start the run by `torchrun --nproc-per-node N -m rl_megatron train`"),
-    "trainer.nnodes": missing("start the run by `torchrun --nnodes N`, or by scripts/train.slurm", 1),
-    "trainer.device": automatic("`device=auto` finds a GPU"),
-    "trainer.balance_batch": automatic("tokens are balanced over the ranks"),
-    "trainer.*": automatic("there is no controller process"),
-    "global_profiler.steps": same("profile.steps"),
-    "global_profiler.*": automatic("set `profile.steps`"),
-    "defaults": missing(
+    "trainer.n_gpus_per_node": report("start the run by `torchrun --nproc-per-node N -m rl_megatron train`"),
+    "trainer.nnodes": report("start the run by `torchrun --nnodes N`, or by scripts/train.slurm", 1),
+    "trainer.device": ignore("`device=auto` finds a GPU"),
+    "trainer.balance_batch": ignore("tokens are balanced over the ranks"),
+    **ignore_each(
+        "trainer.",
+        "validation_data_dir esi_redundant_time default_hdfs_dir del_local_ckpt_after_load max_critic_ckpt_to_keep "
+        "ray_wait_register_center_timeout use_legacy_worker_impl",
+        "there is no controller process",
+    ),
+    "global_profiler.steps": copy("profile.steps"),
+    "global_profiler.*": ignore("set `profile.steps`"),
+    "defaults": report(
         "included files are not read: write the whole configuration to a file by adding --cfg job to verl's command"
     ),
-    "hydra.*": automatic("`output_dir` is the directory of the run"),
-    "ray_kwargs.*": automatic("there is no Ray"),
-    "ray_init.*": automatic("there is no Ray"),
-    "transfer_queue.*": automatic("there is no controller process"),
+    "hydra.*": ignore("`output_dir` is the directory of the run"),
+    "ray_kwargs.*": ignore("there is no Ray"),
+    "ray_init.*": ignore("there is no Ray"),
+    "transfer_queue.*": ignore("there is no controller process"),
 }
 
 DEFAULTS: dict[str, Any] = {
     _ESTIMATOR: "gae",
+    "algorithm.kl_penalty": "kl",
     "algorithm.lam": 1.0,
     "algorithm.norm_adv_by_std_in_grpo": True,
     "data.train_batch_size": 1024,
@@ -563,16 +718,20 @@ DEFAULTS: dict[str, Any] = {
     "data.max_response_length": 512,
     f"{_ACTOR}ppo_mini_batch_size": 256,
     f"{_ACTOR}clip_ratio_c": 3.0,
+    f"{_ACTOR}policy_loss.ppo_kl_coef": 0.1,
     f"{_ACTOR}use_kl_loss": False,
     f"{_ACTOR}optim.lr": 1e-6,
     f"{_ACTOR}optim.lr_decay_style": "constant",
     f"{_ACTOR}optim.betas": [0.9, 0.999],
     f"{_ACTOR}megatron.dtype": "bfloat16",
+    f"{_MODEL}lora_alpha": 16,
+    f"{_MODEL}lora.alpha": 32,
     f"{_ROLLOUT}n": 1,
     "critic.optim.lr": 1e-5,
     "critic.optim.lr_decay_style": "constant",
     "critic.optim.betas": [0.9, 0.999],
     "critic.cliprange_value": 0.5,
+    "trainer.max_actor_ckpt_to_keep": None,
     "trainer.total_epochs": 30,
 }
 
