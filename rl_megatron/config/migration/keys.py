@@ -8,8 +8,8 @@ from typing import Any
 
 # The settings of a file: its values by their dotted keys, with the library's defaults.
 Settings = Mapping[str, Any]
-# A conversion returns the keys here with their values, a sentence if the value has no counterpart, keys with a sentence if
-# they come close, or None if nothing needs to be set.
+# A conversion returns the keys here with their values, a sentence if the value has no counterpart, keys and a sentence
+# if they only come close, or None if nothing needs to be set.
 Converted = Mapping[str, object] | str | tuple[Mapping[str, object], str] | None
 Convert = Callable[[Any, Settings], Converted]
 

@@ -78,8 +78,8 @@ def _convert_input_length(value: Any, settings: Settings) -> Converted:
 def _convert_advantage(here: str) -> Key:
     """Return a key of advantages relative to a group, which other estimators do not read."""
     note = (
-        "NeMo RL also leaves a sample out of the standard deviation that its advantage uses; here it is left out of the "
-        "mean only"
+        "NeMo RL also leaves a sample out of the standard deviation that its advantage uses; here it is left out of "
+        "the mean only"
     )
 
     def convert(value: Any, settings: Settings) -> Converted:
@@ -519,7 +519,7 @@ KEYS: dict[str, Key] = {
         "add --kv-cache-dtype to `generation.vllm.extra_args`", "auto", here=("generation.vllm.extra_args",)
     ),
     "policy.generation.vllm_cfg.precision": rename(
-        "precision", {name: None for name in _PRECISIONS}, "the engine has the policy's precision"
+        "precision", dict.fromkeys(_PRECISIONS), "the engine has the policy's precision"
     ),
     **ignore_each(
         "policy.generation.vllm_cfg.",
@@ -586,7 +586,9 @@ KEYS: dict[str, Key] = {
     "checkpointing.enabled": report("the last weights are always saved", True, here=("train.save_every",)),
     "checkpointing.checkpoint_dir": copy("output_dir"),
     "checkpointing.save_period": only_if("checkpointing.enabled", True, copy("train.save_every")),
-    "checkpointing.keep_top_k": keep_checkpoints("the newest ones; `train.keep_best` keeps the best too; `null` keeps all"),
+    "checkpointing.keep_top_k": keep_checkpoints(
+        "the newest ones; `train.keep_best` keeps the best too; `null` keeps all"
+    ),
     "checkpointing.metric_name": Key(("train.keep_best",), "an eval metric", _convert_best),
     "checkpointing.higher_is_better": ignore("every metric declares its direction"),
     "checkpointing.checkpoint_must_save_by": copy("train.checkpoint_must_save_by"),

@@ -127,11 +127,7 @@ def _convert_batch(value: Any, settings: Settings) -> Converted:
     if settings.get("packing"):
         return "with packing, a batch counts packs of max_length tokens: set train.global_batch_size, in sequences"
     if config == "OnlineDPOConfig":
-        return {
-            "algorithm.prompts_per_step": batch,
-            "train.global_batch_size": 2 * batch,
-            "train.micro_batch_size": 2 * value,
-        }
+        return {"algorithm.prompts_per_step": batch, "train.global_batch_size": 2 * batch}
     if config not in _GROUPS:
         factor = 2 if config in _PAIRS else 1
         return {"train.global_batch_size": factor * batch, "train.micro_batch_size": factor * value}
@@ -251,12 +247,15 @@ def _convert_mode(value: Any, settings: Settings) -> Converted:
     upper = settings.get("vllm_importance_sampling_cap") or settings.get("vllm_importance_sampling_clip_max", 3.0)
     if upper is None:
         return "weights need an upper bound here: set loss.truncated_importance_sampling_ratio"
-    return {
+    here: dict[str, object] = {
         "loss.use_importance_sampling_correction": True,
         "loss.truncated_importance_sampling_type": kinds[value],
         "loss.truncated_importance_sampling_ratio": upper,
-        "loss.truncated_importance_sampling_ratio_min": settings.get("vllm_importance_sampling_clip_min") or 0.0,
     }
+    lower = settings.get("vllm_importance_sampling_clip_min")
+    if lower is None and value == "token_truncate":
+        return here
+    return here | {"loss.truncated_importance_sampling_ratio_min": lower or 0.0}
 
 
 def _convert_vllm_mode(value: Any, settings: Settings) -> Converted:
@@ -405,9 +404,7 @@ KEYS: dict[str, Key] = {
         "the script changes records in code: rename fields by `data.columns`, or write the changed records to a file",
         here=("data.columns",),
     ),
-    "eval_dataset": Key(
-        ("data.eval_path", "data.eval_split", "data.heldout_fraction"), "", _convert_eval_set
-    ),
+    "eval_dataset": Key(("data.eval_path", "data.eval_split", "data.heldout_fraction"), "", _convert_eval_set),
     "reward_funcs": Key(("reward.functions",), "functions written for TRL run as they are", _convert_rewards),
     "reward_funcs.file": report(
         "importing this file would train: move the functions to a file of their own, or call the trainer under "

@@ -354,9 +354,7 @@ KEYS: dict[str, Key] = {
     "data.val_max_samples": copy("data.num_eval_examples", unused=(None, -1)),
     "data.train_max_samples": report("write the records to use to a file of their own", -1),
     "data.apply_chat_template_kwargs": copy("data.chat_template_kwargs", unused=(None, {})),
-    "data.apply_chat_template_kwargs.*": report(
-        "set `data.chat_template_kwargs`", here=("data.chat_template_kwargs",)
-    ),
+    "data.apply_chat_template_kwargs.*": report("set `data.chat_template_kwargs`", here=("data.chat_template_kwargs",)),
     "data.custom_cls.path": report("register a data source of your own: docs/extending.md"),
     "data.sampler.class_path": report("set `data.mix_weights` for a curriculum", here=("data.mix_weights",)),
     "data.tokenizer": copy("tokenizer.path"),
@@ -592,7 +590,9 @@ KEYS: dict[str, Key] = {
         )
         for name in ("data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size")
     },
-    f"{_ROLLOUT}agent.agent_loop_config_path": report("set `rollout.worker` to your function", here=("rollout.worker",)),
+    f"{_ROLLOUT}agent.agent_loop_config_path": report(
+        "set `rollout.worker` to your function", here=("rollout.worker",)
+    ),
     f"{_ROLLOUT}agent.default_agent_loop": report(
         "set `rollout.worker`", "single_turn_agent", here=("rollout.worker",)
     ),
@@ -625,8 +625,26 @@ KEYS: dict[str, Key] = {
         here=("reward.functions",),
     ),
     "reward_model.model.path": read_with("reward_model.enable", "reward.functions"),
-    "reward_model.*": ignore("a reward model uses the policy's layout"),
-    "reward_manager.*": ignore("rewards are functions"),
+    **{
+        f"reward_model.{section}.*": report(
+            "the reward function `overlong` has the penalty of `dapo`", False, here=("reward.functions",)
+        )
+        for section in ("overlong_buffer", "reward_kwargs")
+    },
+    "reward_model.sandbox_fusion.url": report("call the sandbox in your reward function"),
+    "reward_manager.name": report("rewards are functions", "naive", here=("reward.functions",)),
+    "reward_manager.source": report("rewards are functions", "register", here=("reward.functions",)),
+    **{
+        f"reward_model.{section}.*": ignore("a reward model uses the policy's layout")
+        for section in ("model", "megatron", "profiler", "sandbox_fusion")
+    },
+    **ignore_each(
+        "reward_model.",
+        "_target_ strategy enable_resource_pool n_gpus_per_node nnodes micro_batch_size micro_batch_size_per_gpu "
+        "max_length use_dynamic_bsz forward_max_token_len_per_gpu launch_reward_fn_async "
+        "ulysses_sequence_parallel_size nccl_timeout load_weight",
+        "a reward model uses the policy's layout",
+    ),
     **_list_optimizer_keys("critic.optim.", "algorithm.critic_optimizer."),
     "critic.cliprange_value": copy("algorithm.value_clip"),
     "critic.model.path": Key(

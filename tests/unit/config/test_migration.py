@@ -401,7 +401,9 @@ def test_a_script_is_not_executed_and_its_computed_values_are_listed(tmp_path):
 
 @pytest.mark.parametrize("option", ["gradient_accumulation_steps=size", "generation_batch_size=2 * size"])
 def test_a_value_that_is_read_with_a_computed_one_is_listed(tmp_path, option):
-    result = translate_text(tmp_path, f"GRPOTrainer('a/b', args=GRPOConfig('out', max_steps=3, {option}))\n", "script.py")
+    result = translate_text(
+        tmp_path, f"GRPOTrainer('a/b', args=GRPOConfig('out', max_steps=3, {option}))\n", "script.py"
+    )
     reasons = {setting.partition("=")[0]: reason for setting, reason in result.missing}
     assert "set train.steps" in reasons["max_steps"] and "train.steps" not in result.values
     key = "generation_batch_size" if option.startswith("gen") else "per_device_train_batch_size"
