@@ -72,7 +72,7 @@ OTHER_MEANINGS = {
         for module, names in {
             "experiment": "sft",
             "nemo_rl": "distillation dpo grpo on_policy_distillation preference reward_model sft",
-            "trl": "dpo grpo kto on_policy_distillation online_dpo preference pretrain reward_model sft text",
+            "trl": "dpo grpo kto online_dpo preference pretrain reward_model sft text",
             "verl": "grpo ppo prompts",
         }.items()
         for name in names.split()

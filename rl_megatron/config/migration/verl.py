@@ -132,9 +132,9 @@ def _convert_cap(value: Any, settings: Settings) -> Converted:
 def _convert_clip(value: Any, settings: Settings) -> Converted:
     """Return the bounds that have no value of their own; verl's files give both one."""
     sides = {"loss.ratio_clip_min": "low", "loss.ratio_clip_max": "high"}
-    own = {here: settings.get(f"{_ACTOR}clip_ratio_{side}", 0.2) for here, side in sides.items()}
-    unset = {here: value for here, bound in own.items() if bound is None}
-    if unset or value in own.values():
+    bounds = {here: settings.get(f"{_ACTOR}clip_ratio_{side}", 0.2) for here, side in sides.items()}
+    unset = {here: value for here, bound in bounds.items() if bound is None}
+    if unset or value in bounds.values():
         return unset or None
     return "verl reads clip_ratio_low and clip_ratio_high, which are 0.2 by default: set loss.ratio_clip_min and _max"
 
