@@ -345,6 +345,11 @@ def test_what_is_not_the_same_is_listed(tmp_path, content, setting, words):
     assert words in reasons[setting] and not result.unknown
 
 
+def test_a_loss_of_verl_without_a_dual_clip_gets_none(tmp_path):
+    result = translate_text(tmp_path, nest(**{f"{VERL}policy_loss__loss_mode": "gspo", f"{VERL}clip_ratio_c": 3.0}))
+    assert result.values["loss.sequence_level_importance_ratios"] and "loss.ratio_clip_c" not in result.values
+
+
 def test_arguments_that_may_be_given_have_no_defaults(tmp_path):
     result = translate_text(tmp_path, "GRPOTrainer('a/b', args=GRPOConfig('out', **common))", "script.py")
     assert "optimizer.lr" not in result.values
@@ -357,7 +362,7 @@ def test_a_key_that_no_row_names_is_not_called_harmless(tmp_path, key):
 
 
 def test_a_text_of_several_lines_stays_on_the_line_of_its_key(tmp_path):
-    template = "{{ a }}\n# not: a comment\n: ünd 🎲"
+    template = "{{ a }}\n# not: a comment\n: more"
     script = tmp_path / "script.py"
     script.write_text(f"SFTTrainer('a/b', args=SFTConfig({template!r}, new={template!r}))")
     text = write_experiment(read_source(script))
