@@ -324,7 +324,7 @@ def _convert_rewards(value: Any, settings: Settings) -> Converted:
     return {"reward.functions": here}
 
 
-_MEAN = "averages over the tokens of all chosen answers; here, over those of each answer, and then over pairs"
+_MEAN = "over the tokens of all chosen answers; here, over those of each answer, and then over pairs"
 _MEAN_WITH_PROMPTS = _MEAN.replace("answers;", "answers and their prompts;")
 
 
@@ -343,7 +343,7 @@ def _convert_dpo_loss(value: Any, settings: Settings) -> Converted:
             "loss.sft_loss_weight": weights["sft"],
             "loss.sft_average_log_probs": True,
         }
-        return here, f"sft {_MEAN}"
+        return here, f"TRL averages the SFT loss {_MEAN}"
     return "these have a counterpart: sigmoid, sigmoid_norm, ipo, and sigmoid with sft; or write your own loss"
 
 
@@ -362,7 +362,7 @@ def _convert_cpo_alpha(value: Any, settings: Settings) -> Converted:
     here: dict[str, object] = {"loss.sft_loss_weight": value}
     if settings.get("CPOConfig.loss_type") != "simpo":  # whose SFT loss is always a mean
         here["loss.sft_average_log_probs"] = True
-    return (here, f"the NLL {_MEAN_WITH_PROMPTS}") if value else here
+    return (here, f"TRL averages the NLL {_MEAN_WITH_PROMPTS}") if value else here
 
 
 def _convert_online_beta(value: Any, settings: Settings) -> Converted:
@@ -462,7 +462,7 @@ KEYS: dict[str, Key] = {
     "ORPOConfig.beta": Key(
         ("loss.beta",),
         "",
-        lambda value, settings: ({"loss.beta": value}, f"beside this term, the NLL {_MEAN_WITH_PROMPTS}"),
+        lambda value, settings: ({"loss.beta": value}, f"beside this term, TRL averages the NLL {_MEAN_WITH_PROMPTS}"),
     ),
     "KTOConfig.desirable_weight": copy("loss.desirable_weight"),
     "KTOConfig.undesirable_weight": copy("loss.undesirable_weight"),
