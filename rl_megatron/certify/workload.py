@@ -197,6 +197,7 @@ def shrink(model: ModelConfig, parallel: ParallelConfig) -> tuple[ModelConfig, P
         init_std=0.15,  # logits far from uniform, so that errors show
         **_filter_set_keys(
             model,
+            vocab_size=VOCAB_SIZE + 10,  # the embedding then has rows beyond the tokenizer's, too
             head_dim=16,
             sliding_window=min(model.sliding_window or 7, 7),
             global_attention_every=2,

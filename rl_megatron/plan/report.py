@@ -100,6 +100,8 @@ def print_report(report: Report, console: Console) -> None:
         f"Memory: {verdict}. The peak of {report.peak_bytes / GIB:.2f} GiB {_describe_peak(report)}; the margin "
         f"is {report.cluster.memory_margin:.0%}. Host memory of a node: {report.host_bytes_per_node / GIB:.1f} GiB."
     )
+    if not report.fits:
+        console.print("The option --search ranks the layouts that fit.")
     console.print(_build_time_table(report.uses, report.estimate))
     console.print(_describe_time(report.estimate, report.servers))
     if report.servers is not None:

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from rl_megatron.certify.workload import shrink
+from rl_megatron.certify.workload import VOCAB_SIZE, shrink
 from rl_megatron.config.loading.compose import config_directory
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.config.model import ModelConfig
@@ -28,6 +28,11 @@ def test_a_shrunk_model_has_the_balancing_loss_that_no_layout_changes(scope, coe
     balance = ["model=nano_moe", "model.router_aux_loss=0.1", f"model.router_aux_loss_scope={scope}"]
     small, _ = shrink(load_config(balance).first.model, ParallelConfig(expert=2))
     assert small.router_aux_loss == coefficient
+
+
+def test_a_shrunk_model_of_an_imported_one_has_few_rows_beyond_the_tokenizers():
+    imported = load_config(["model=nano", "model.vocab_size=151936"]).first.model
+    assert VOCAB_SIZE < shrink(imported, ParallelConfig())[0].vocab_size < 2 * VOCAB_SIZE
 
 
 @pytest.mark.change

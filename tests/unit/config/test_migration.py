@@ -510,7 +510,9 @@ def test_a_file_is_never_overwritten(refuse, tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("kept")
     message = refuse("theirs.yaml", yaml.safe_dump(NEMO), "--output", "mine.yaml")
     assert message.startswith("--output mine.yaml exists") and (tmp_path / "mine.yaml").read_text() == "kept"
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump({**NEMO, "made_up": 1}))
     assert main(["migrate", "theirs.yaml", "--output", "new/experiment/mine.yaml"]) == 0
+    assert "1 not recognised" in capsys.readouterr().out
     assert (tmp_path / "new/experiment/mine.yaml").read_text().startswith("# @package _global_\n")
 
 

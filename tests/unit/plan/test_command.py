@@ -71,7 +71,8 @@ def test_a_run_that_does_not_fit_ends_with_status_1(capsys):
     found = planned(capsys, *LLAMA, *ALONE, "train.micro_batch_size=1")
     assert not found["fits"] and found["peak_bytes"] > 80 * GIB
     assert main([*LLAMA, *ALONE, "train.micro_batch_size=1"]) == 1
-    assert "Memory: does not fit." in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Memory: does not fit." in printed and "--search ranks the layouts that fit" in printed
 
 
 def test_a_step_of_sft_takes_six_operations_for_each_parameter_and_token(capsys):
