@@ -57,7 +57,7 @@ install_package() {
       if [ "${BASH_SOURCE[0]}" = "$0" ]; then echo "up to date: $VENV"; fi
       return
     fi
-    echo "removed since the installation: $missing"
+    echo "these packages were removed since the installation, and are installed again: $missing"
   fi
 
   make_venv || return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -64,22 +63,17 @@ class StartingModel:
         `device` is the configuration's `device`, for which the process group is started.
         """
         imported = _choose_import_path(output_dir)
-        do_on_rank0(lambda: _import(self.source, imported), device)
+        if "RANK" not in os.environ:
+            _import(self.source, imported)
+            return imported
+        from rl_megatron.topology.device import start_device
+        from rl_megatron.topology.ranks import Ranks
+
+        start_device(device)
+        failure = Ranks.detect().try_on_rank0(lambda: _import(self.source, imported), str)
+        if failure is not None:
+            raise ConfigError(failure)
         return imported
-
-
-def do_on_rank0(act: Callable[[], object], device: str) -> None:
-    """Call `act` in this process or, under torchrun, on rank 0; if it fails, all ranks raise ConfigError."""
-    if "RANK" not in os.environ:
-        act()
-        return
-    from rl_megatron.topology.device import start_device
-    from rl_megatron.topology.ranks import Ranks
-
-    start_device(device)
-    failure = Ranks.detect().try_on_rank0(act, str)
-    if failure is not None:
-        raise ConfigError(failure)
 
 
 def _choose_import_path(output_dir: Path) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_megatron.api.model import StartingModel
-from rl_megatron.api.records import Place
+from rl_megatron.api.records import DataPath
 from rl_megatron.config.commands import format_override
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.import_strings import record_function
@@ -26,7 +26,7 @@ _OF_SEVERAL_STAGES = ("experiment", "stages")
 def run_config(
     algorithm: str,
     begin: StartingModel | None,
-    data: Place | None,
+    data: DataPath | None,
     rewards: Sequence[Reward] | Reward,
     output_dir: str | os.PathLike[str],
     settings: Mapping[str, object],

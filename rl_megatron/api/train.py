@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,8 +73,9 @@ def train(
     begin = None if model is None else StartingModel.find(model, Path(output_dir))
     location, files = take_records(data, Path(output_dir))
     config = run_config(algorithm, begin, location, rewards, output_dir, settings)
-    check_layout(config)
-    write_records(files, config.first.device)
+    if not _has_process_group():  # a group of the caller's has its own number of ranks
+        check_layout(config)
+    write_records(files)
     if "RANK" not in os.environ:  # several ranks must agree on errors, so their preflight makes these checks
         check_early(config)
     if begin is not None and begin.checkpoint is None:
@@ -114,6 +116,11 @@ def dpo(
 ) -> TrainingResult:
     """Train a language model by DPO on preference pairs. The arguments are those of `train`."""
     return train("dpo", model=model, data=data, output_dir=output_dir, **settings)
+
+
+def _has_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _run(config: RunConfig) -> TrainingResult:

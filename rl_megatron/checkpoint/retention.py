@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import LEFTOVERS, Damaged, find_checkpoints, read_manifest_alone
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.metrics import is_better
 
 
@@ -17,7 +18,7 @@ def find_best_checkpoint(checkpoints: list[Path], metric: str) -> Path | None:
     for path in checkpoints:
         try:
             value = read_eval_metric(read_manifest_alone(path), metric)
-        except Damaged as error:
+        except (Damaged, ConfigError) as error:
             log.once(f"{error}; this checkpoint is ignored in the search for the best one")
             continue
         if value is not None and (best_value is None or not is_better(metric, best_value, value)):

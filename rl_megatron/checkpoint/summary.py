@@ -108,7 +108,7 @@ def _describe_checkpoints(directory: Path) -> list[dict[str, Any]]:
     for path in saved:
         try:
             manifest = read_manifest(path)
-        except Damaged as error:
+        except (Damaged, ConfigError) as error:
             entries.append({"path": str(path), "damaged": str(error)})
             continue
         names = filter(is_eval_metric, manifest.get("results", {}).get("measures", {}))

@@ -194,10 +194,12 @@ def _check_early(config: RunConfig, command: str) -> None:
 
 def _run_sweep(parsed: argparse.Namespace) -> int:
     """Check the jobs of a sweep, then run them."""
+    from rl_megatron.cli.early_checks import check_layout
     from rl_megatron.cli.sweep import expand_sweep, run_jobs
 
     jobs = expand_sweep(parsed.overrides, parsed.config_dir, parsed.config_name)
     for job in jobs:
+        check_layout(job.config)
         _check_early(job.config, parsed.command)
     options = [] if parsed.config_dir is None else ["--config-dir", parsed.config_dir]
     return run_jobs(jobs, [*options, "--config-name", parsed.config_name], main)

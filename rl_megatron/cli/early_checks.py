@@ -14,7 +14,6 @@ import os
 from pathlib import Path
 
 from rl_megatron.checkpoint.directory import check_checkpoint, check_output_dir
-from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data_sources import require_place
 from rl_megatron.config.errors import convert_errors
 from rl_megatron.config.loggers import check_loggers
@@ -25,8 +24,7 @@ from rl_megatron.data.run_tokenizer import load_known_tokenizer
 from rl_megatron.data.sources import build_source
 from rl_megatron.observability.sinks import check_sinks
 from rl_megatron.rewards.loading import check_rewards
-from rl_megatron.rollouts.rows import check_replay
-from rl_megatron.runs.rerun import find_earlier_run
+from rl_megatron.runs.rerun import check_replays, find_earlier_run
 from rl_megatron.topology.degrees import validate, validate_model
 
 
@@ -36,9 +34,8 @@ def check_early(config: RunConfig) -> None:
     check_sinks(config.metric_sinks)
     check_loggers(config.logger)
     check_data(config)
+    check_replays(config)
     for stage in config.stages.values():
-        if stage.rollout.replay is not None and isinstance(stage.algorithm, RolloutConfig):
-            check_replay(Path(stage.rollout.replay), stage.train.steps)
         check_rewards(stage, loads=int(os.environ.get("WORLD_SIZE", "1")) == 1)
 
 

@@ -19,7 +19,7 @@ from rl_megatron.config.hub import explain_download
 from rl_megatron.config.model import ModelConfig
 
 MANIFEST = "manifest.json"
-FORMAT = 2  # increased when an earlier version cannot read what this one writes, or the reverse
+FORMAT = 2  # increased when an earlier checkpoint would be read wrongly (docs/versions.md)
 # Directory with the Hugging Face files except the weights, in an imported checkpoint or in a run that began with one.
 HUGGING_FACE = "hugging_face"
 _LISTED = 6  # checkpoints that a message lists

@@ -19,8 +19,8 @@ Share = Annotated[float, Field(gt=0.0, le=1.0), Number]
 class PlanConfig:
     """The assumptions of a plan about sequence lengths and hardware. Every key is an override of `rl-megatron plan`."""
 
-    # Tokens of a prompt, which are not trained on. null: half of model.max_sequence_length, or of
-    # train.micro_batch_tokens if a sequence would exceed a microbatch; 0 for pretraining.
+    # Tokens of a prompt, which are not trained on. null: half of model.max_sequence_length, less if a sequence would
+    # exceed a microbatch; 0 for pretraining.
     prompt_tokens: NonNegative | None = None
     # Tokens of the longest response, or of any other text that is trained on. null: the rest of
     # model.max_sequence_length, at most generation.max_new_tokens if completions are sampled; for pretraining,

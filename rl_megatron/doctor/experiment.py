@@ -13,7 +13,7 @@ from rl_megatron.config.schema import RunConfig
 from rl_megatron.data.run_tokenizer import load_known_tokenizer
 from rl_megatron.doctor.findings import Finding, ok, problem, refusal, warning
 from rl_megatron.runs.rerun import find_earlier_run
-from rl_megatron.topology.degrees import validate
+from rl_megatron.topology.degrees import validate, validate_model
 
 _SMALL_SHARE = 0.5  # a tokenizer with fewer tokens than this share of the embedding's rows is probably another model's
 _SECONDS = 120
@@ -48,6 +48,7 @@ def check_layout(config: RunConfig, environment: Mapping[str, str] = os.environ)
     world_size = int(environment["WORLD_SIZE"])
     try:
         data = validate(config.first.parallel, world_size)
+        validate_model(config.first.model, config.first.parallel)
     except ConfigError as error:
         return [refusal("layout", error)]
     return [ok("layout", f"{world_size} rank(s), data-parallel degree {data}")]

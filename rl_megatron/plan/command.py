@@ -117,13 +117,18 @@ def build_workload(stage: StageConfig, world_size: int, section: PlanConfig) -> 
 def _choose_lengths(stage: StageConfig, section: PlanConfig) -> tuple[int, int]:
     """Return the tokens of a prompt and of a response: the settings, or defaults up to the model's maximum length.
 
-    If a sequence of this length exceeds a microbatch, the defaults are those up to the longest that does not.
+    If a sequence of this length exceeds a microbatch, the defaults are those up to the longest that does not. Sampled
+    completions keep their length, so that only their prompt becomes shorter.
     """
     longest, most = stage.model.max_sequence_length, _count_most_tokens(stage)
     prompt, response = _fill_lengths(stage, section, longest)
-    if prompt + response > most > (section.prompt_tokens or 0):
-        prompt, response = _fill_lengths(stage, section, min(longest, most))
-    return prompt, response
+    if prompt + response <= most:
+        return prompt, response
+    if isinstance(stage.algorithm, RolloutConfig):
+        return (most - response if section.prompt_tokens is None and response < most else prompt), response
+    return (
+        _fill_lengths(stage, section, min(longest, most)) if most > (section.prompt_tokens or 0) else (prompt, response)
+    )
 
 
 def _count_most_tokens(stage: StageConfig) -> int:

@@ -201,7 +201,7 @@ class RolloutRecord:
         return batch
 
     def _read_data_sets(self, rows: Sequence[Mapping[str, Any]]) -> Tensor:
-        names = [row.get("data_set", "") for row in rows]
+        names = [row["data_set"] for row in rows]
         if unknown := sorted(set(names) - set(self._mixture)):
             raise ConfigError(
                 f"rollout.replay={self._config.replay}: step {rows[0]['step']} has samples of the data set "

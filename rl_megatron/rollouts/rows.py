@@ -30,14 +30,14 @@ def rollout_file(directory: Path, step: int) -> Path:
     return directory / f"step-{step:06}.parquet"
 
 
-def check_replay(directory: Path, steps: int) -> None:
-    """Check that a directory has the rollouts of all steps, which `rollout.replay` reads one after the other."""
-    missing = [step for step in range(1, steps + 1) if not rollout_file(directory, step).is_file()]
+def check_replay(directory: Path, steps: range) -> None:
+    """Check that a directory has the rollouts of these steps, which `rollout.replay` reads one after the other."""
+    missing = [step for step in steps if not rollout_file(directory, step).is_file()]
     if missing:
         more = f" and of {len(missing) - 1} further steps" if len(missing) > 1 else ""
         raise ConfigError(
-            f"rollout.replay={directory} has no rollouts of step {missing[0]}{more} of train.steps={steps}; replay a "
-            "run that had rollout.save_every=1, or lower train.steps"
+            f"rollout.replay={directory} has no rollouts of step {missing[0]}{more}; replay a run that had "
+            "rollout.save_every=1, or lower train.steps"
         )
 
 

@@ -46,7 +46,7 @@ from rl_megatron.rewards.reward_models import check_reward_models
 from rl_megatron.rollouts.build import check_worker
 from rl_megatron.runs import verify
 from rl_megatron.runs.checkpointer import critic_checkpoints
-from rl_megatron.runs.rerun import refuse_changes
+from rl_megatron.runs.rerun import check_replays, refuse_changes
 from rl_megatron.topology.degrees import sequence_multiple, zigzag_slices
 from rl_megatron.workers.confinement import log_missing_limits
 
@@ -62,6 +62,7 @@ def check(config: RunConfig, output_dir: Path) -> Tokenizer:
     check_sinks(config.metric_sinks)
     check_loggers(config.logger)
     refuse_changes(config)
+    check_replays(config)
     for stage in config.stages.values():
         require_place(stage.data)
     tokenizer = convert_errors(lambda: get_run_tokenizer(config.first, output_dir))

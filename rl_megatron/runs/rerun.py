@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from rl_megatron import log
 from rl_megatron.checkpoint.directory import CONFIG, Damaged, find_checkpoints, read_manifest_alone
+from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.errors import ConfigError, convert_errors
 from rl_megatron.config.loading.load import from_yaml, to_yaml
 from rl_megatron.config.metrics import METRICS_FILE
@@ -24,6 +25,7 @@ from rl_megatron.config.schema import RunConfig, StageConfig
 from rl_megatron.config.secrets import without_secrets
 from rl_megatron.config.stages import find_previous_stage
 from rl_megatron.data.sources import build_source
+from rl_megatron.rollouts.rows import check_replay
 from rl_megatron.runs.user_files import digest_files, find_changed_files
 
 # Kinds of settings that may change in a stage that has begun, with their keys; a key that ends in "." stands for its
@@ -101,6 +103,19 @@ def move_aside(config: RunConfig) -> None:
         moved = _previous_directory(output_dir)
         output_dir.rename(moved)
         log.LOGGER.info("resume=false: the earlier run is now in %s", moved)
+
+
+def check_replays(config: RunConfig) -> None:
+    """Check that the steps that stages with `rollout.replay` still have to take are recorded.
+
+    Only the first of them is sure if `train.stop_at` can end the stage, as it may have ended the recorded one.
+    """
+    for name, stage in config.stages.items():
+        if stage.rollout.replay is not None and isinstance(stage.algorithm, RolloutConfig):
+            saved = find_checkpoints(find_earlier_run(config) / "checkpoints" / name)
+            first = 1 + (int(saved[-1].name.removeprefix("step-")) if saved else 0)
+            last = min(first, stage.train.steps) if stage.train.stop_at else stage.train.steps
+            check_replay(Path(stage.rollout.replay), range(first, last + 1))
 
 
 def refuse_changes(config: RunConfig) -> None:

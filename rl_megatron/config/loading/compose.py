@@ -129,10 +129,10 @@ def compose_config(
 
 def as_additions(overrides: list[str]) -> list[str]:
     """Return the overrides, with `++` before keys that Hydra does not know but the schema checks later."""
-    # configs/config.yaml has no keys of unused services and adapters, nor the arguments of users' workers and
+    # configs/config.yaml has no keys of unused services and adapters, no goals, and no arguments of users' workers and
     # environments.
-    of_rollouts = ("rollout.worker_kwargs", "rollout.environment.kwargs", "rollout.agent.environment")
-    sections = (*OPEN_SECTIONS, "logger.", "peft.", *of_rollouts)
+    mappings = ("train.stop_at", "rollout.worker_kwargs", "rollout.environment.kwargs", "rollout.agent.environment")
+    sections = (*OPEN_SECTIONS, "logger.", "peft.", *mappings)
     if _chooses_own_loss(overrides):
         sections = (*sections, "loss.")
     return [f"++{override}" if override.startswith(sections) else override for override in overrides]

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import rl_megatron
 from rl_megatron.api.model import StartingModel
 from rl_megatron.api.settings import reward_functions, run_config
 from rl_megatron.config.errors import ConfigError
@@ -128,3 +129,15 @@ def test_one_reward_function_needs_no_list():
 
     assert reward_functions(is_short) == reward_functions([is_short]) == [{"name": "is_short"}]
     assert reward_functions("exact_match") == reward_functions({"name": "exact_match"}) == [{"name": "exact_match"}]
+
+
+def train_on_two_ranks(directory):
+    with pytest.raises(ConfigError, match="there is nothing at") as refused:
+        rl_megatron.train(
+            "sft", data=f"{directory}/missing.jsonl", output_dir=f"{directory}/out", parallel={"tensor": 2}
+        )
+    return str(refused.value)
+
+
+def test_a_process_group_of_the_caller_has_the_ranks_of_the_layout(tmp_path, ranks):
+    assert len(set(ranks.run(2, train_on_two_ranks, str(tmp_path)))) == 1

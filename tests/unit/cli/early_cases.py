@@ -49,7 +49,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "a replay lacks steps": (
         (*_GRPO, "rollout.replay=absent", "train.steps=3"),
-        "rollout.replay=absent has no rollouts of step 1 and of 2 further steps of train.steps=3; replay a run that",
+        "rollout.replay=absent has no rollouts of step 1 and of 2 further steps; replay a run that",
     ),
     "the layout does not fit the ranks": (
         (*_GRPO, "parallel.tensor=2"),

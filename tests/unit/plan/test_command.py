@@ -94,7 +94,8 @@ def test_lengths_are_by_default_all_that_the_model_allows(capsys):
 @pytest.mark.parametrize(
     ("overrides", "lengths"),
     [
-        (["algorithm=grpo"], (2048, 32)),
+        (["algorithm=grpo"], (4064, 32)),
+        (["algorithm=grpo", "generation.max_new_tokens=1024"], (3072, 1024)),
         (["algorithm=grpo", "train.micro_batch_tokens=4128"], (4096, 32)),
         (["algorithm=sft", "train.batching=packed", "parallel.tensor=2", "parallel.sequence=true"], (2048, 2048)),
         (["algorithm=dpo", "loss=dpo", "train.batching=dynamic"], (1024, 1024)),
@@ -106,6 +107,12 @@ def test_default_lengths_fit_a_microbatch(overrides, lengths):
     workload = build_workload(stage, 2, PlanConfig())
     assert (workload.prompt_tokens, workload.response_tokens) == lengths
     assert workload.most_per_microbatch >= 1
+
+
+def test_completions_without_space_for_a_prompt_in_a_microbatch_are_refused():
+    stage = load_config(["model=llama3_1_8b", "algorithm=grpo", "generation.max_new_tokens=4096"]).first
+    with pytest.raises(ConfigError, match="train.micro_batch_tokens=4096 is less than .* of 8192 tokens"):
+        _ = build_workload(stage, 1, PlanConfig()).most_per_microbatch
 
 
 def test_a_chosen_length_that_exceeds_a_microbatch_is_refused():

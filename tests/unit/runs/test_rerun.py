@@ -12,8 +12,10 @@ from rl_megatron.api.settings import run_config
 from rl_megatron.checkpoint.directory import publish
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config, to_yaml
+from rl_megatron.rollouts.rows import rollout_file
 from rl_megatron.runs.rerun import (
     build_run_yaml,
+    check_replays,
     describe_weights,
     find_earlier_run,
     move_aside,
@@ -345,3 +347,17 @@ def test_a_changed_python_reward_function_is_reported_when_a_run_goes_on(tmp_pat
 
     build_run_yaml(settings(short), tmp_path / "run")
     assert any(line.startswith("stage grpo: the function short changed since the stage began") for line in logged)
+
+
+def test_a_replay_needs_the_steps_that_are_left_and_only_the_first_if_a_goal_can_end_the_stage(tmp_path):
+    recorded, output_dir = tmp_path / "rollouts", tmp_path / "out"
+    recorded.mkdir()
+    rollout_file(recorded, 3).touch()
+    replay = ("algorithm=grpo", "data=arithmetic", "train.steps=4", f"rollout.replay={recorded}")
+    config = load_config([*replay, f"output_dir={output_dir}"])
+    with pytest.raises(ConfigError, match="has no rollouts of step 1 and of 2 further steps"):
+        check_replays(config)
+    saved(output_dir / "checkpoints" / "grpo", 2)
+    with pytest.raises(ConfigError, match="has no rollouts of step 4;"):
+        check_replays(config)
+    check_replays(load_config([*replay, f"output_dir={output_dir}", "train.stop_at={reward: 1.0}"]))
