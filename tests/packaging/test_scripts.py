@@ -157,9 +157,9 @@ exec(sys.stdin.read(), {})
     ("removed", "extra", "said"),
     [
         ("none", "data", "up to date: "),
-        ("pyarrow", "data", "removed since the installation, and are installed again: pyarrow\n"),
+        ("pyarrow", "data", "these packages were removed since the installation, and are installed again: pyarrow\n"),
         ("pyarrow", "", "up to date: "),
-        ("jinja2", "", "removed since the installation, and are installed again: jinja2\n"),
+        ("jinja2", "", "these packages were removed since the installation, and are installed again: jinja2\n"),
     ],
 )
 def test_install_sh_repairs_an_environment_that_lacks_a_package(removed, extra, said, tmp_path):

@@ -78,8 +78,8 @@ def suggest_key(key: str, keys: Iterable[str]) -> str:
     if refused is not None:
         return f"; {refused}"
     # The note of an automatic key says only that another key is read, or that it changes no result.
-    rows = (table.keys[key] for table in TABLES if key in table.keys)
-    counterpart = next((row for row in rows if not row.is_automatic), None)
+    entries = (table.keys[key] for table in TABLES if key in table.keys)
+    counterpart = next((entry for entry in entries if not entry.is_automatic), None)
     if counterpart is not None and not (counterpart.here and counterpart.is_translated):
         return f"; {counterpart.note}"
     keys = sorted({path for path in keys if ("[]" in path) == ("[]" in key)})
