@@ -68,7 +68,7 @@ def test_answers_of_one_label_are_warned_about_and_learned_from(directory, forks
         (lambda record: record.update(label="yes"), [], ["answers.jsonl:5: 'label' is 'yes'; it must be true"]),
         (lambda record: record.update(label=1), [], ["answers.jsonl:5: 'label' is 1; it must be true"]),
         (None, ["train.global_batch_size=1", "train.micro_batch_size=1"], ["set it to 2 or more"]),
-        (None, ["loss=dpo"], ["loss.name=dpo does not use labels of answers", "use kto"]),
+        (None, ["loss=dpo"], ["loss.name=dpo does not use labels of answers", "set loss to kto"]),
         (None, ["loss.desirable_weight=-1"], ["desirable_weight=-1"]),
         (None, ["data.source=preference"], ["algorithm=kto needs answers with labels"]),
     ],
