@@ -185,6 +185,17 @@ def _convert_validation(value: Any, settings: Settings) -> Converted:
     return None if value == 1 else "set `n` and `temperature` of each set of eval.sets"
 
 
+def _set_for_server(vllm: str, sglang: str) -> Key:
+    """Return a key that is a setting of the servers, with a name for each engine."""
+    here = {"vllm": f"generation.vllm.{vllm}", "sglang": f"generation.sglang.{sglang}"}
+
+    def convert(value: Any, settings: Settings) -> Converted:
+        engine = settings.get(_ENGINE)
+        return {here[engine]: value} if engine in here else None
+
+    return Key(tuple(here.values()), "", convert)
+
+
 def _list_optimizer_keys(section: str, here: str) -> dict[str, Key]:
     def convert_ratio(value: Any, settings: Settings) -> Converted:
         styles = (settings.get(f"{section}{name}") for name in ("warmup_style", "lr_scheduler_type"))
@@ -508,28 +519,8 @@ KEYS: dict[str, Key] = {
     f"{_ROLLOUT}temperature": copy("generation.temperature"),
     f"{_ROLLOUT}top_p": copy("generation.top_p"),
     f"{_ROLLOUT}top_k": compute("generation.top_k", _every, "off is 0 here, -1 there"),
-    f"{_ROLLOUT}tensor_model_parallel_size": Key(
-        ("generation.vllm.tensor_parallel_size", "generation.sglang.tp_size"),
-        "",
-        lambda value, settings: (
-            {"generation.sglang.tp_size": value}
-            if settings.get(_ENGINE) == "sglang"
-            else {"generation.vllm.tensor_parallel_size": value}
-            if settings.get(_ENGINE) == "vllm"
-            else None
-        ),
-    ),
-    f"{_ROLLOUT}gpu_memory_utilization": Key(
-        ("generation.vllm.gpu_memory_utilization", "generation.sglang.mem_fraction_static"),
-        "",
-        lambda value, settings: (
-            {"generation.sglang.mem_fraction_static": value}
-            if settings.get(_ENGINE) == "sglang"
-            else {"generation.vllm.gpu_memory_utilization": value}
-            if settings.get(_ENGINE) == "vllm"
-            else None
-        ),
-    ),
+    f"{_ROLLOUT}tensor_model_parallel_size": _set_for_server(vllm="tensor_parallel_size", sglang="tp_size"),
+    f"{_ROLLOUT}gpu_memory_utilization": _set_for_server(vllm="gpu_memory_utilization", sglang="mem_fraction_static"),
     f"{_ROLLOUT}enforce_eager": only_if(_ENGINE, "vllm", copy("generation.vllm.enforce_eager")),
     f"{_ROLLOUT}max_model_len": only_if(_ENGINE, "vllm", copy("generation.vllm.max_model_len")),
     f"{_ROLLOUT}max_num_seqs": only_if(_ENGINE, "vllm", copy("generation.vllm.max_num_seqs")),
