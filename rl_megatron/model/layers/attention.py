@@ -29,8 +29,10 @@ from rl_megatron.model.layers.attention_kernels import (
     flash_attends_last,
 )
 from rl_megatron.model.layers.packed import LastBiases, PackedSequences, build_causal_bias
+from rl_megatron.model.layers.packed_tree import PackedTree
 from rl_megatron.model.layers.rope import compute_turns, rotate, split_and_rotate
 from rl_megatron.model.layers.sinks import attend_with_sinks
+from rl_megatron.model.layers.tree_attention import attend_in_tree
 from rl_megatron.topology.context_parallel import gather_and_reduce, zigzag_gather_and_reduce, zigzag_positions
 
 if TYPE_CHECKING:
@@ -305,6 +307,8 @@ class PortableAttention(torch.nn.Module):
         torch's flash kernel computes a pack directly. For other kernels, sequences of similar length are unpacked into
         one batch.
         """
+        if isinstance(sequences, PackedTree):
+            return self._attend_in_tree(query[:, 0], key[:, 0], value[:, 0], sequences)[:, None]
         if self.attends_within_pack(query, value, sequences):
             parts = (query[:, 0], key[:, 0], value[:, 0])
             return attend_within_pack(*parts, sequences.starts, sequences.longest, self.softmax_scale)[:, None]
@@ -324,6 +328,29 @@ class PortableAttention(torch.nn.Module):
                 output = self._attend(queries, keys, values, bias)
             outputs.append(output.transpose(0, 1).flatten(0, 1))
         return sequences.pack(outputs)[:, None]
+
+    def _attend_in_tree(self, query: Tensor, key: Tensor, value: Tensor, tree: PackedTree) -> Tensor:
+        """Return the output [S, N·Dv] for this rank's tokens of a tree, given tensors [S, heads, size]."""
+        if tree.order is not None:
+            whole = gather_and_reduce(torch.cat([key, value], dim=-1), self.cp_group).index_select(0, tree.order)
+            key, value = whole.split([key.size(-1), value.size(-1)], dim=-1)
+        window = self.window if self._has_window(tree.longest) else None
+        own_biases: list[Tensor | None] = []
+        for bucket in tree.buckets:
+            length = bucket.key_shape[1]
+            if tree.cp_size == 1 and (window is None or window >= length):
+                own_biases.append(None)
+                continue
+            make = partial(build_causal_bias, bucket.positions[:, None], length, window, query.dtype)
+            own_biases.append(BIASES.get(tree, (bucket.key_shape, window, query.dtype), make))
+        if window is None:
+            parts = [(part, None) for part in tree.list_ancestors()]
+        else:
+            parts = [
+                (part, BIASES.get(tree, (number, window), partial(part.build_bias, window, query.dtype, query.device)))
+                for number, part in enumerate(tree.list_ancestors_in_window(window))
+            ]
+        return attend_in_tree(query, key, value, tree, own_biases, parts, self.softmax_scale, self.softmax_offset)
 
     def attends_within_pack(self, query: Tensor, value: Tensor, sequences: PackedSequences) -> bool:
         """Return whether the flash kernel computes the pack as it is, without dividing it into batches."""

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_GPU = torch.ops.aten._scaled_dot_product_efficient_attention
+_GPU_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+_GPU_ROWS = 32  # the GPU's kernel pads log-sum-exps to a multiple of it
 
 
 def flash_attends_last(query: Tensor, value: Tensor) -> bool:
@@ -61,3 +70,73 @@ def attend_within_pack(
         query, key, value, starts, starts, longest, longest, 0.0, True, False, scale=scale
     )
     return output.flatten(1)
+
+
+class Attended(NamedTuple):
+    """The result of attention.
+
+    Attributes:
+        output: [B, N, S_q, Dv].
+        log_sum: [B, N, S_q] The log-sum-exp of each query's scores.
+        random: The state of a GPU's kernel.
+    """
+
+    output: Tensor
+    log_sum: Tensor
+    random: tuple[Tensor, ...] = ()
+
+
+def attend_with_log_sum(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> Attended:
+    """Return attention with its log-sum-exps.
+
+    Args:
+        query: [B, N, S_q, D].
+        key: [B, N, S_k, D].
+        value: [B, N, S_k, Dv].
+        bias: What to add to the scores, broadcastable to [B, N, S_q, S_k].
+        is_causal: Whether a query attends only to the keys up to its own position. Then `bias` is None.
+        scale: The factor of the scores. None means 1/√D.
+    """
+    if query.device.type == "cpu":
+        scale = query.size(-1) ** -0.5 if scale is None else scale
+        output, log_sum = _CPU(*_widen(query, key, value), 0.0, is_causal, attn_mask=bias, scale=scale)
+        return Attended(output[..., : value.size(-1)], log_sum)
+    if bias is not None:
+        bias = bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+    output, log_sum, *random = _GPU(query, key, value, bias, True, 0.0, is_causal, scale=scale)
+    return Attended(output, log_sum[..., : query.size(2)], tuple(random))  # the kernel pads log_sum
+
+
+def attend_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool,
+    scale: float | None, attended: Attended,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of query, key and value of `attend_with_log_sum`.
+
+    The kernels compute the shares of the keys from the log-sum-exps, and their mean gradient from `gradient` and the
+    output. So if a query also attends to other keys, `attended` has the output and the log-sum-exps for all of them.
+    """
+    output, log_sum, random = attended
+    if query.device.type == "cpu":
+        scale = query.size(-1) ** -0.5 if scale is None else scale
+        *tensors, output, gradient = _widen(query, key, value, output, gradient)
+        gradients = _CPU_BACKWARD(gradient, *tensors, output, log_sum, 0.0, is_causal, attn_mask=bias, scale=scale)
+        for_query, for_key, for_value = (
+            gradient[..., : x.size(-1)] for gradient, x in zip(gradients, (query, key, value), strict=True)
+        )
+        return for_query, for_key, for_value
+    if bias is not None:
+        bias = bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+    padded = pad(log_sum, (0, -log_sum.size(-1) % _GPU_ROWS), value=torch.inf)
+    return _GPU_BACKWARD(
+        gradient, query, key, value, bias, output, padded, *random, 0.0, [True, True, True, False], is_causal,
+        scale=scale,
+    )[:3]  # fmt: skip
+
+
+def _widen(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors with zeros at the end of their last dimension: the CPU's kernel needs one size for all."""
+    size = max(x.size(-1) for x in tensors)
+    return [x if x.size(-1) == size else pad(x, (0, size - x.size(-1))) for x in tensors]

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from rl_megatron.topology.degrees import zigzag_slices
 from rl_megatron.topology.token_layout import zigzag_index
 
 _ALIGNED_NUMBERS = 16
+_Bias = TypeVar("_Bias", Tensor, Tensor | None)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,13 @@ class PackedSequences:
     def pack(self, batches: Sequence[Tensor]) -> Tensor:
         """Return this rank's tokens [T/cp, …], given each bucket's batch [b·L/cp, …]."""
         return batches[0] if self.is_one_batch else _Pack.apply(self.slots, *batches)
+
+    def unpack_filled(self, tokens: Tensor, fill: float) -> list[Tensor]:
+        """Return this rank's tokens as one batch [b, L/cp, …] per bucket, with `fill` beyond a sequence's end."""
+        sizes = [math.prod(bucket.query_shape) for bucket in self.buckets]
+        whole = tokens.new_full((sum(sizes), *tokens.shape[1:]), fill).index_copy_(0, self.slots, tokens)
+        batches = zip(whole.split(sizes), self.buckets, strict=True)
+        return [batch.unflatten(0, bucket.query_shape) for batch, bucket in batches]
 
     @cached_property
     def key_slots(self) -> Tensor:
@@ -203,9 +212,9 @@ class LastBiases:
 
     def __init__(self) -> None:
         self._sequences: object = None
-        self._biases: dict[Hashable, Tensor] = {}
+        self._biases: dict[Hashable, Any] = {}
 
-    def get(self, sequences: object, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    def get(self, sequences: object, key: Hashable, make: Callable[[], _Bias]) -> _Bias:
         """Return the bias of these sequences with this key, made by `make` if it does not exist yet.
 
         If `sequences` differs from that of the last call, all earlier biases are freed.

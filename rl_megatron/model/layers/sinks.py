@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_GPU = torch.ops.aten._scaled_dot_product_efficient_attention
-_GPU_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+from rl_megatron.model.layers.attention_kernels import Attended, attend_backward, attend_with_log_sum
 
 
 def attend_with_sinks(
@@ -52,8 +49,8 @@ def attend_once_with_sinks(
         bias: What to add to the scores, broadcastable to [n, G, R, S].
         scale: The factor of the scores. None means 1/√D.
     """
-    output, log_sum, _ = _attend(query, key, value, bias, scale)
-    return _add_sinks(output, log_sum, sinks.view(query.size(1), -1))[0]
+    output, log_sum, _ = attend_with_log_sum(query, key, value, bias, bias is None, scale)
+    return add_sinks(output, log_sum, sinks.view(query.size(1), -1))[0]
 
 
 class _SinkAttention(torch.autograd.Function):
@@ -61,10 +58,8 @@ class _SinkAttention(torch.autograd.Function):
     def forward(
         ctx, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, bias: Tensor | None, scale: float | None
     ) -> Tensor:
-        if bias is not None and query.is_cuda:  # backward on a GPU needs the expanded bias, too
-            bias = bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
-        output, log_sum, random = _attend(query, key, value, bias, scale)
-        output, log_sum = _add_sinks(output, log_sum, sinks[:, None])
+        output, log_sum, random = attend_with_log_sum(query, key, value, bias, bias is None, scale)
+        output, log_sum = add_sinks(output, log_sum, sinks[:, None])
         ctx.save_for_backward(query, key, value, sinks, bias, output, log_sum, *random)
         ctx.scale = scale
         return output
@@ -73,37 +68,23 @@ class _SinkAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, bias, output, log_sum, *random = ctx.saved_tensors
-        if query.device.type == "cpu":
-            tensor_gradients = _CPU_BACKWARD(
-                gradient, query, key, value, output, log_sum, 0.0, bias is None, attn_mask=bias, scale=ctx.scale
-            )
-        else:
-            tensor_gradients = _GPU_BACKWARD(
-                gradient, query, key, value, bias, output, log_sum, *random, 0.0, [True, True, True, False],
-                bias is None, scale=ctx.scale,
-            )[:3]  # fmt: skip
-        # A sink has no value, so its score's gradient is −p·(the mean gradient of p); that mean is gradient · output.
-        query_log_sum = log_sum[..., : output.size(2)]  # a GPU's kernel pads log_sum
-        share = (sinks[:, None].float() - query_log_sum).exp()
-        sink_gradients = -(share * (gradient.float() * output.float()).sum(-1)).sum((0, 2))
+        tensor_gradients = attend_backward(
+            gradient, query, key, value, bias, bias is None, ctx.scale, Attended(output, log_sum, tuple(random))
+        )
+        sink_gradients = compute_sink_gradients(gradient, output, log_sum, sinks[:, None]).sum((0, 2))
         return *tensor_gradients, sink_gradients.to(sinks.dtype), None, None
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Return attention without sinks, its log-sum-exps [B, N, S_q or more], and the kernel's random state."""
-    if query.device.type == "cpu":
-        output, log_sum = _CPU(query, key, value, 0.0, bias is None, attn_mask=bias, scale=scale)
-        return output, log_sum, ()
-    if bias is not None:
-        bias = bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
-    output, log_sum, *random = _GPU(query, key, value, bias, True, 0.0, bias is None, scale=scale)
-    return output, log_sum, tuple(random)
-
-
-def _add_sinks(output: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def add_sinks(output: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exps with the sinks. `sinks` must be broadcastable to `log_sum`."""
     total = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
-    kept = (log_sum - total).exp()[..., : output.size(2), None]
-    return (output * kept).to(output.dtype), total
+    return (output * (log_sum - total).exp()[..., None]).to(output.dtype), total
+
+
+def compute_sink_gradients(gradient: Tensor, output: Tensor, log_sum: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient that each query gives to its sink, of the shape of `log_sum`.
+
+    A sink has no value. So its score's gradient is −p times the mean gradient of p, which is gradient · output.
+    """
+    share = (sinks.to(log_sum.dtype) - log_sum).exp()
+    return -share * (gradient.to(log_sum.dtype) * output.to(log_sum.dtype)).sum(-1)

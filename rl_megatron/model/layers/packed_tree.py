@@ -1,0 +1,145 @@
+"""The positions of a prefix tree's tokens on this rank, computed once per step for all model chunks and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl_megatron.batching.prefix_tree import PrefixTree
+from rl_megatron.model.layers.packed import PackedSequences, build_causal_bias
+from rl_megatron.topology.degrees import zigzag_slices
+from rl_megatron.topology.token_layout import zigzag_index
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """Consecutive queries of this rank and the consecutive keys, all of ancestors, to which they attend.
+
+    Attributes:
+        queries: The tokens of the rank.
+        keys: The tokens of the pack, without padding.
+        key_position: The position of the first key in its sequences.
+        query_position: The position of the first query, if the queries follow each other in their sequences.
+    """
+
+    queries: slice
+    keys: slice
+    key_position: int
+    query_position: int | None = None
+
+    def build_bias(self, window: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Return what to add to the scores [queries, keys], or None if each query attends to all of the keys."""
+        assert self.query_position is not None
+        num_queries, num_keys = (part.stop - part.start for part in (self.queries, self.keys))
+        positions = torch.arange(num_queries, device=device) + (self.query_position - self.key_position)
+        if self.query_position + num_queries - window <= self.key_position:
+            return None
+        return build_causal_bias(positions, num_keys, window, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedTree(PackedSequences):
+    """The segments of a tree, each padded and split zigzag over context-parallel ranks.
+
+    It is a `PackedSequences` of segments, with these differences. `positions` and `longest` count from the start of
+    whole sequences. The `keys` of a bucket are numbered in the order of the pack, not in rank order.
+
+    Attributes:
+        tree: The segments.
+        boundaries: `starts` as numbers on the host.
+        own_keys: [T] For each token of the pack, its index among the concatenated keys of all buckets.
+        order: [T] For each token of the pack, its index among all ranks' tokens in rank order; None on one rank.
+        cp_rank: This rank among the context-parallel ranks.
+        cp_size: The number of context-parallel ranks.
+    """
+
+    tree: PrefixTree
+    boundaries: tuple[int, ...]
+    own_keys: Tensor
+    order: Tensor | None
+    cp_rank: int
+    cp_size: int
+
+    @classmethod
+    def from_tree(
+        cls, tree: PrefixTree, padded_lengths: Sequence[int], cp_group: dist.ProcessGroup | None
+    ) -> PackedTree:
+        """Return the positions of a tree, with tensors on the CPU.
+
+        Args:
+            tree: The segments.
+            padded_lengths: The padded length of each segment over all ranks. Under context parallelism they are
+                multiples of 2·cp.
+            cp_group: The context-parallel ranks that share the pack, or None for one rank.
+        """
+        rank, size = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
+        local = PackedSequences.from_padded_lengths(padded_lengths, cp_group)
+        whole = local if size == 1 else PackedSequences.from_padded_lengths(padded_lengths, None)
+        begins = torch.tensor([segment.begin for segment in tree.segments])
+        return cls(
+            local.positions + begins.repeat_interleave(torch.tensor(padded_lengths) // size),
+            local.slots,
+            tuple(replace(mine, keys=all_.keys) for mine, all_ in zip(local.buckets, whole.buckets, strict=True)),
+            local.starts,
+            max(segment.begin + length for segment, length in zip(tree.segments, padded_lengths, strict=True)),
+            tree,
+            tuple(local.starts.tolist()),
+            whole.slots,
+            None if size == 1 else _find_rank_order(padded_lengths, size),
+            rank,
+            size,
+        )
+
+    def list_ancestors(self) -> Iterator[AttentionPart]:
+        """Yield the attention to each segment with others below it, of all tokens below it."""
+        for index, segment in enumerate(self.tree.segments):
+            if segment.end > index + 1:
+                below = slice(self.boundaries[index + 1] // self.cp_size, self.boundaries[segment.end] // self.cp_size)
+                yield AttentionPart(below, self._keys(index, 0), segment.begin)
+
+    def list_ancestors_in_window(self, window: int) -> Iterator[AttentionPart]:
+        """Yield the attention to ancestors if a token attends to the `window` - 1 tokens before it.
+
+        It has the queries that attend to at least one key of the ancestor, and all keys that one of them attends to.
+        """
+        for index, segment in enumerate(self.tree.segments):
+            for queries, first in self._list_runs(index):
+                ancestor = segment.parent
+                while ancestor is not None:
+                    above = self.tree.segments[ancestor]
+                    stop = above.begin + above.length
+                    seeing = min(queries.stop - queries.start, stop + window - 1 - first)
+                    if seeing <= 0:
+                        break
+                    begin = max(above.begin, first - window + 1)
+                    keys = self._keys(ancestor, begin - above.begin)
+                    yield AttentionPart(slice(queries.start, queries.start + seeing), keys, begin, first)
+                    ancestor = above.parent
+
+    def _keys(self, index: int, first: int) -> slice:
+        """Return the keys of a segment from the `first` one on, without padding."""
+        start = self.boundaries[index]
+        return slice(start + first, start + self.tree.segments[index].length)
+
+    def _list_runs(self, index: int) -> Iterator[tuple[slice, int]]:
+        """Yield this rank's tokens of a segment that follow each other in its sequences, with their first position."""
+        begin = self.tree.segments[index].begin
+        start, stop = (boundary // self.cp_size for boundary in self.boundaries[index : index + 2])
+        if self.cp_size == 1:
+            yield slice(start, stop), begin
+            return
+        size = (stop - start) // 2
+        yield slice(start, start + size), begin + self.cp_rank * size
+        yield slice(start + size, stop), begin + (zigzag_slices(self.cp_size) - 1 - self.cp_rank) * size
+
+
+def _find_rank_order(padded_lengths: Sequence[int], cp_size: int) -> Tensor:
+    """Return, for each token of a pack, its index among all ranks' tokens in rank order."""
+    lengths = torch.tensor(padded_lengths)
+    starts, num_local = lengths.cumsum(0) - lengths, sum(padded_lengths) // cp_size
+    index = zigzag_index(lengths, starts, lengths, max(padded_lengths), num_local, cp_size)
+    return index[index >= 0]
