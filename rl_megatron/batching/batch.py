@@ -25,6 +25,7 @@ from rl_megatron.batching.host_memory import TensorStore
 from rl_megatron.batching.microbatch import PADDING, StepPlan
 from rl_megatron.batching.ownership import Ownership
 from rl_megatron.batching.rank_plan import sequence_lengths
+from rl_megatron.batching.shared_prefixes import NEIGHBOUR, PREFIX_SET, SHARED, SharedPrefixes, find_shared_prefixes
 from rl_megatron.batching.trajectory_index import TRAJECTORY, TrajectoryIndex
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import is_per_token
@@ -48,6 +49,8 @@ _FACTS = {
     "stopped": torch.bool,
     TRAJECTORY: torch.int32,
     DATA_SET: torch.int32,
+    NEIGHBOUR: torch.int32,
+    SHARED: torch.int32,
 }
 _PADDING_VALUES = {"sample_mask": 0, "token_mask": 0, LENGTHS: 1}  # a padding sequence has one token
 
@@ -98,8 +101,9 @@ class Batch(MutableMapping[str, Any]):
         local = BatchedDataDict(values)
         size = local.size
         lengths = torch.tensor(sequence_lengths(local), dtype=torch.int32)
+        local, prefixes = _take_prefixes(local, lengths)
         numeric = {key for key, value in local.items() if isinstance(value, Tensor) and value.dim() == 1}
-        facts = _compute_facts(local, numeric | {"token_mask"} & local.keys()) | {LENGTHS: lengths}
+        facts = _compute_facts(local, numeric | {"token_mask"} & local.keys()) | {LENGTHS: lengths} | prefixes
         batch = cls(local, torch.arange(size), facts, torch.zeros(size, dtype=torch.int16), local["input_ids"].size(1))
         return batch._renumber_trajectories(torch.zeros(1, dtype=torch.long))
 
@@ -127,8 +131,14 @@ class Batch(MutableMapping[str, Any]):
         producers = counts.nonzero().flatten()
         if not len(producers):
             raise ValueError("no rank has produced a sequence")
+        if local is not None:
+            local, prefixes = _take_prefixes(local, local[LENGTHS])
+            local.update(prefixes)
         columns, padding = _share_columns(local, topology, int(producers[0]))
         facts = _gather_facts(local, columns, counts, topology, traffic)
+        for values in (columns, padding, *([] if local is None else [local])):
+            for key in (NEIGHBOUR, SHARED):
+                values.pop(key, None)
         starts = counts.cumsum(0) - counts
         first, size = int(starts[0 if topology is None else topology.data_rank]), 0 if local is None else local.size
         batch = cls(
@@ -213,6 +223,11 @@ class Batch(MutableMapping[str, Any]):
         """Return the trajectories of the global batch's sequences."""
         return TrajectoryIndex(self.facts)
 
+    @cached_property
+    def prefixes(self) -> SharedPrefixes | None:
+        """Return what the global batch's sequences have in common; None if nothing is known."""
+        return SharedPrefixes(self.facts) if SHARED in self.facts else None
+
     def select_local(self, values: Tensor) -> Tensor:
         """Return this rank's part [n, …] of values [B, …] of the global batch."""
         return values[self.numbers]
@@ -231,6 +246,8 @@ class Batch(MutableMapping[str, Any]):
         numbers = (chosen.cumsum(0) - 1)[self.numbers[is_local]]
         local = self.local.select_indices(is_local) if len(self.local) else self.local
         facts = {name: values[chosen] for name, values in self.facts.items()}
+        if self.prefixes is not None:
+            facts |= self.prefixes.select(chosen.numpy())
         owners, traffic = (None, Traffic()) if self.owners is None else (self.owners[chosen], self.traffic)
         selected = replace(
             self, local=local, numbers=numbers, facts=facts, homes=self.homes[chosen], owners=owners, steps=[],
@@ -351,6 +368,14 @@ class Batch(MutableMapping[str, Any]):
         else:
             values[~is_real] = padding
         return values
+
+
+def _take_prefixes(local: BatchedDataDict, lengths: Tensor) -> tuple[BatchedDataDict, dict[str, Tensor]]:
+    """Return the sequences without `PREFIX_SET`, and what `find_shared_prefixes` returns; {} without that key."""
+    if PREFIX_SET not in local:
+        return local, {}
+    found = find_shared_prefixes(local, lengths.tolist())
+    return BatchedDataDict({key: value for key, value in local.items() if key != PREFIX_SET}), found
 
 
 def _count_sequences(

@@ -43,6 +43,7 @@ class Batching:
             length, padded to the microbatch's longest. "packed": sequences concatenated into one pack.
         sequences: The number of sequences in a padded microbatch.
         tokens: The maximum number of tokens in a dynamic or packed microbatch, padding included.
+        share_prefixes: Whether the model computes the common beginnings of sequences once, where that saves enough.
 
     Raises:
         ValueError: No kind has this name, or a number is not a whole number above 0.
@@ -51,6 +52,7 @@ class Batching:
     kind: BatchingKind = "padded"
     sequences: int = 8
     tokens: int = 4096
+    share_prefixes: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(BatchingKind):

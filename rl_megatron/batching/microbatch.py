@@ -9,6 +9,7 @@ import torch
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.packing import round_up
+from rl_megatron.batching.prefix_tree import PrefixTree
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.topology.degrees import SequenceLayout, zigzag_slices
 
@@ -24,15 +25,22 @@ class Microbatch:
         batch: The sequences, `[b, S]`.
         lengths: `[b]` The number of tokens of each sequence, if the sequences are concatenated into one pack. None if
             each sequence is padded to S tokens.
+        tree: The segments of the pack if its sequences share tokens; None if each has its own.
     """
 
     batch: BatchedDataDict
     lengths: tuple[int, ...] | None = None
+    tree: PrefixTree | None = None
+
+    @property
+    def packed_lengths(self) -> Sequence[int] | None:
+        """Return the number of tokens of each sequence of the pack, or of each segment of its tree."""
+        return self.lengths if self.tree is None else [segment.length for segment in self.tree.segments]
 
     def shape(self, layout: SequenceLayout) -> tuple[int, int]:
         """Return (sequences, padded length) of the model's input, before ranks slice it; a pack is one sequence."""
-        if self.lengths is not None:
-            return 1, sum(padded_lengths(self.lengths, layout))
+        if self.packed_lengths is not None:
+            return 1, sum(padded_lengths(self.packed_lengths, layout))
         num_sequences, width = self.batch["input_ids"].shape
         return num_sequences, round_up(width, layout.sequence_multiple)
 
@@ -69,6 +77,7 @@ class RankMicrobatches:
         tokens: Tokens of the rank's sequences, without padding.
         slots: Tokens that the model computes for these sequences, padding included.
         largest: Tokens of the largest microbatch, padding included, before `extend` splits it.
+        shares_prefixes: Whether microbatches are packs in which sequences share tokens.
     """
 
     sequences: list[list[int]]
@@ -76,6 +85,7 @@ class RankMicrobatches:
     tokens: int
     slots: int
     largest: int
+    shares_prefixes: bool = False
 
     def extend(self, count: int, group_size: int) -> RankMicrobatches:
         """Return `count` microbatches of the same sequences by splitting the largest or adding padding microbatches."""

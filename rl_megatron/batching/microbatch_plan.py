@@ -28,6 +28,8 @@ class MicrobatchPlan:
         tokens: Tokens of the sequences themselves, without any padding.
         slots: Tokens with padding: sequences times padded length (padded and dynamic batching), or `lengths` (packing).
         costs: The costs of the padded sequences, in the unit of the plan's `SequenceCost`.
+        shares_prefixes: Whether microbatches are packs in which sequences share tokens. `tokens` and `slots` then count
+            shared tokens once.
     """
 
     sequences: list[list[list[int]]]
@@ -35,6 +37,7 @@ class MicrobatchPlan:
     tokens: list[list[int]]
     slots: list[list[int]]
     costs: list[list[float]]
+    shares_prefixes: bool = False
 
     @property
     def efficiency(self) -> float:

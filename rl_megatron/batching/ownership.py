@@ -20,6 +20,7 @@ from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import PADDING, RankMicrobatches, StepPlan
 from rl_megatron.batching.packing import round_up
 from rl_megatron.batching.rank_plan import LengthPlan, plan_lengths
+from rl_megatron.batching.shared_prefixes import SharedPrefixes
 from rl_megatron.topology.collectives import gather_from_ranks
 from rl_megatron.topology.degrees import SequenceLayout
 from rl_megatron.topology.reductions import RankReduction
@@ -48,6 +49,7 @@ class OwnershipPlanner:
         group_size: The number of consecutive sequences that stay together in a microbatch.
         groups: [B] A number for each sequence. Consecutive sequences with the same number, such as those of a
             trajectory, have the same owner, but may be in different microbatches. None: groups of `group_size`.
+        prefixes: What the sequences have in common; None: nothing.
     """
 
     lengths: np.ndarray
@@ -58,6 +60,7 @@ class OwnershipPlanner:
     blocks: Blocks
     group_size: int = 1
     groups: np.ndarray | None = None
+    prefixes: SharedPrefixes | None = None
 
     @property
     def plans_microbatches(self) -> bool:
@@ -72,12 +75,15 @@ class OwnershipPlanner:
         if len(self.blocks) == 1:
             return np.zeros(stop - start, dtype=np.int64)
         costs, homes = self._costs(self.lengths[start:stop]), homes[start:stop]
-        if self.groups is None and self.group_size == 1:
-            return assign_blocks(costs, homes, self.blocks, block, gather)
-        if self.groups is None:
-            groups = np.arange(stop - start) // self.group_size
-        else:
+        if self.groups is not None:
             groups = self.groups[start:stop]
+        elif self.group_size > 1:
+            groups = np.arange(stop - start) // self.group_size
+        elif self.prefixes is not None:
+            groups = self.prefixes.chain[start:stop]
+            costs -= self._costs(self.prefixes.shared[start:stop])
+        else:
+            return assign_blocks(costs, homes, self.blocks, block, gather)
         first = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
         assigned = assign_blocks(np.add.reduceat(costs, first), homes[first], self.blocks, block, gather)
         return np.repeat(assigned, np.diff(np.r_[first, stop - start]))
@@ -101,7 +107,10 @@ class OwnershipPlanner:
             padding = RankMicrobatches([[PADDING] * size], [self.layout.sequence_multiple], 0, size, size)
             return np.zeros(0, dtype=np.int64), [padding] * num_ranks
         lengths = self.lengths[numbers].tolist()
-        planned = plan_lengths(lengths, self.width, self.batching, self.layout, num_ranks, self.group_size, self.cost)
+        prefixes = None if self.prefixes is None else self.prefixes.take(numbers)
+        planned = plan_lengths(
+            lengths, self.width, self.batching, self.layout, num_ranks, self.group_size, self.cost, prefixes
+        )
         owners = np.zeros(len(numbers), dtype=np.int64)
         for owner, microbatches in enumerate(planned.plan.sequences):
             owned = np.array(list(chain.from_iterable(microbatches)))
@@ -141,13 +150,12 @@ def build_rank_microbatches(
     """
     numbers = [*numbers, *[PADDING] * (len(planned.lengths) - len(numbers))]
     ranks = []
-    for microbatches, widths, slots in zip(
-        planned.plan.sequences, planned.plan.lengths, planned.plan.slots, strict=True
-    ):
-        tokens = sum(lengths[index] for index in chain.from_iterable(microbatches) if index < len(lengths))
+    plan = planned.plan
+    for microbatches, widths, counts, slots in zip(plan.sequences, plan.lengths, plan.tokens, plan.slots, strict=True):
+        tokens = sum(counts) - sum(index >= len(lengths) for index in chain.from_iterable(microbatches))
         computed = sum(round_up(count, layout.sequence_multiple) for count in slots)
         sequences = [[numbers[index] for index in members] for members in microbatches]
-        ranks.append(RankMicrobatches(sequences, widths, tokens, computed, max(slots)))
+        ranks.append(RankMicrobatches(sequences, widths, tokens, computed, max(slots), plan.shares_prefixes))
     return ranks
 
 

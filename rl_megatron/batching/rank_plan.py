@@ -7,7 +7,7 @@ costs. So every rank makes the same plan for all ranks that share the sequences.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -24,6 +24,8 @@ from rl_megatron.batching.microbatch_plan import (
     require_within_width,
 )
 from rl_megatron.batching.packing import round_up
+from rl_megatron.batching.shared_prefixes import SharedPrefixes
+from rl_megatron.batching.tree_plan import plan_trees
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.topology.degrees import SequenceLayout, zigzag_slices
 
@@ -72,11 +74,13 @@ def plan_lengths(
     num_shards: int,
     group_size: int = 1,
     cost: SequenceCost = SequenceCost(),
+    prefixes: SharedPrefixes | None = None,
 ) -> LengthPlan:
     """Return the microbatches of sequences on `num_shards` data-parallel ranks.
 
     `width` is the padded length of the batch. `group_size` sequences stay together, in order: 2 for preference pairs.
-    `cost` balances packs. ConfigError is raised if a group alone exceeds `batching.tokens`.
+    `cost` balances packs. `prefixes` has what the sequences have in common; None: nothing. ConfigError is raised if a
+    group alone exceeds `batching.tokens`.
     """
     num_sequences = len(lengths)
     if not num_sequences:
@@ -95,8 +99,14 @@ def plan_lengths(
         raise ConfigError(
             f"train.batching={batching.kind}, train.micro_batch_tokens={batching.tokens}: {error}"
         ) from error
+    tokens = sum(lengths)
+    if prefixes is not None:
+        limit = batching if batching.kind != "padded" else replace(batching, tokens=per_microbatch * width)
+        plan = plan_trees(padded, prefixes, num_shards, _packing_args(limit, layout, group_size, cost), plan)
+        if plan.shares_prefixes:
+            tokens = sum(chain.from_iterable(plan.tokens)) - (size - num_sequences)
     slots = sum(round_up(slots, layout.sequence_multiple) for slots in chain.from_iterable(plan.slots))
-    return LengthPlan(padded, plan, sum(lengths), slots)
+    return LengthPlan(padded, plan, tokens, slots)
 
 
 def _plan_for_layout(
@@ -118,9 +128,15 @@ def _plan_for_layout(
     if batching.kind == "dynamic":
         dynamic = DynamicPlanArgs(budget, group_size=group_size, cost=cost, sequence_length_round=multiple)
         return plan_dynamic_batching(lengths, width, num_shards, dynamic)
-    slices = zigzag_slices(layout.context)
-    packing = PackingPlanArgs(budget, group_size=group_size, cost=cost, sequence_length_pad_multiple=slices)
-    return plan_sequence_packing(lengths, num_shards, packing)
+    return plan_sequence_packing(lengths, num_shards, _packing_args(batching, layout, group_size, cost))
+
+
+def _packing_args(batching: Batching, layout: SequenceLayout, group_size: int, cost: SequenceCost) -> PackingPlanArgs:
+    multiple = layout.sequence_multiple
+    return PackingPlanArgs(
+        batching.tokens // multiple * multiple, group_size=group_size, cost=cost,
+        sequence_length_pad_multiple=zigzag_slices(layout.context),
+    )  # fmt: skip
 
 
 def require_key(batch: Mapping[str, object], key: str) -> object:

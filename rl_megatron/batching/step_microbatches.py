@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.blocks import Blocks
 from rl_megatron.batching.config import Batching
@@ -41,16 +43,20 @@ def plan_step(
     Raises:
         ConfigError: A group alone exceeds `batching.tokens`.
     """
+    prefixes = batch.prefixes if batching.share_prefixes else None
     if batch.is_whole:
         lengths = batch.lengths[start:stop].tolist()
-        planned = plan_lengths(lengths, batch.width, batching, layout, layout.data, group_size, cost)
+        taken = None if prefixes is None else prefixes.take(np.arange(start, stop))
+        planned = plan_lengths(lengths, batch.width, batching, layout, layout.data, group_size, cost, taken)
         ranks = build_rank_microbatches(planned, range(start, stop), lengths, layout)
         return StepPlan(start, stop, batching, group_size, ranks, planned.efficiency, data_rank)
     for step in batch.steps:
         if (step.start, step.stop, step.batching, step.group_size) == (start, stop, batching, group_size):
             return step
     numbers = batch.numbers[(batch.numbers >= start) & (batch.numbers < stop)].numpy()
-    planner = OwnershipPlanner(batch.lengths.numpy(), batch.width, batching, layout, cost, Blocks(1), group_size)
+    planner = OwnershipPlanner(
+        batch.lengths.numpy(), batch.width, batching, layout, cost, Blocks(1), group_size, prefixes=prefixes
+    )
     planner.check_longest()
     _, microbatches = planner.plan_block(numbers, 1)
     ((microbatches, efficiency),) = agree_on_counts(microbatches, group_size, batch.ranks)
@@ -64,10 +70,19 @@ def plan_microbatches(batch: Batch, step: StepPlan) -> RankPlan:
 
 def form_microbatches(batch: Batch, step: StepPlan, microbatches: RankMicrobatches) -> list[Microbatch]:
     """Return microbatches of a step with their sequences, in the order in which they run."""
+    if microbatches.shares_prefixes:
+        return [_form_tree(batch, step, numbers) for numbers in microbatches.sequences]
     return [
         _form_microbatch(batch, step, numbers, width)
         for numbers, width in zip(microbatches.sequences, microbatches.widths, strict=True)
     ]
+
+
+def _form_tree(batch: Batch, step: StepPlan, numbers: list[int]) -> Microbatch:
+    assert batch.prefixes is not None, "a plan shares prefixes only if they are known"
+    lengths = tuple(1 if number == PADDING else max(int(batch.lengths[number]), 1) for number in numbers)
+    tree = batch.prefixes.grow(numbers, lengths)
+    return Microbatch(batch.take_sequences(numbers, max(lengths), step.start), lengths, tree)
 
 
 def _form_microbatch(batch: Batch, step: StepPlan, numbers: list[int], width: int) -> Microbatch:

@@ -29,6 +29,8 @@ class Sharding:
         cu_seqlens_padded: [B+1], the cumulative padded lengths of these sequences; None: they are not padded.
         most_counted: The largest number of unmasked tokens (by the batch's token_mask·sample_mask) on any
             sequence-parallel rank; None: the host does not know it.
+        shared_index: [B, S], the `TokenLayout.index` of packed sequences that share the tokens of their common
+            beginnings; None: each has its own.
     """
 
     tp_group: dist.ProcessGroup | None = None
@@ -37,11 +39,14 @@ class Sharding:
     cu_seqlens: Int[Tensor, " boundaries"] | None = None
     cu_seqlens_padded: Int[Tensor, " boundaries"] | None = None
     most_counted: int | None = None
+    shared_index: Int[Tensor, "batch sequence"] | None = None
 
     def layout(self, output: Tensor | DeferredLogits, batch: tuple[int, int]) -> TokenLayout:
         """Return where the tokens of a [B, S] batch lie in `output` [R, L, …]."""
         num_rows, length = output.shape[:2]
         cp_size = 1 if self.cp_group is None else self.cp_group.size()
+        if self.shared_index is not None:
+            return TokenLayout(self.shared_index.to(output.device), (1, length), self.cp_group, is_shared=True)
         if self.cu_seqlens is None:
             if num_rows != batch[0] or length * cp_size < batch[1]:
                 raise ValueError(
@@ -127,6 +132,8 @@ def next_token_stats(
     streams += [] if stats.entropy is None else [stats.entropy[..., None]]
     streams += [] if stats.gathered is None else [stats.gathered]
     whole = layout.gather(torch.cat(streams, dim=-1))[:, : length - 1]  # all streams in one collective
+    if layout.is_shared and mask is not None:  # a token may be masked in some of the sequences that share it
+        whole = whole.masked_fill(mask[:, 1:, None].to(whole.device) == 0, 0.0)
     return LogprobStats(
         whole[..., 0],
         whole[..., 1] if entropy else None,

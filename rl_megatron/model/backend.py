@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from rl_megatron.batching.prefix_tree import PrefixTree
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import LayerKind
@@ -40,6 +41,7 @@ from rl_megatron.model.layers.gated_delta import GatedDelta
 from rl_megatron.model.layers.latent_attention import LatentAttention
 from rl_megatron.model.layers.norms import NormedResidual, PortableRMSNorm
 from rl_megatron.model.layers.packed import PackedSequences
+from rl_megatron.model.layers.packed_tree import PackedTree
 from rl_megatron.model.layers.router import BalancedRouter
 from rl_megatron.topology.topology import Topology
 
@@ -121,11 +123,18 @@ def _build_experts_spec(module: type, submodules: object) -> Any:
     return ModuleSpec(module=module, submodules=submodules)
 
 
-def build_packing_params(padded_lengths: Sequence[int], topology: Topology, backend: str) -> PackedSeqParams:
+def build_packing_params(
+    padded_lengths: Sequence[int], topology: Topology, backend: str, tree: PrefixTree | None = None
+) -> PackedSeqParams:
     """Return the packing parameters that the layers need to process a pack. Their tensors are on the host.
 
-    `padded_lengths` has the length of each sequence in tokens, padding included, over all ranks.
+    `padded_lengths` has the length of each sequence in tokens, padding included, over all ranks. If the sequences share
+    tokens, it has that of each segment of their `tree`.
     """
+    if tree is not None:
+        if backend != "portable":
+            raise ValueError(f"the layers of {backend} cannot share the tokens of common prefixes")
+        return PortablePacking(sequences=PackedTree.from_tree(tree, padded_lengths, topology.groups.cp))
     if backend == "portable":
         return PortablePacking(sequences=PackedSequences.from_padded_lengths(padded_lengths, topology.groups.cp))
     # Padding follows its sequence and attention is causal, so padding may count as part of the sequence. If max_seqlen

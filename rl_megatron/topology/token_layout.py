@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,15 +25,20 @@ class TokenLayout:
     know whether sequences are padded (R = B) or packed (R = 1), or over how many ranks they are cut. A sequence is cut
     zigzag into 2·cp equal slices; rank r holds the slices r and 2·cp−1−r.
 
+    Sequences with a common beginning may share the model's tokens. Then `scatter` takes the largest of their values,
+    and the gradient of `gather` is the sum of theirs.
+
     Attributes:
         index: `[B, S]`, as above.
         local_shape: (R, L) on each context-parallel rank.
         cp_group: The context-parallel ranks; None for one rank.
+        is_shared: Whether sequences share tokens.
     """
 
     index: Tensor
     local_shape: tuple[int, int]
     cp_group: dist.ProcessGroup | None
+    is_shared: bool = False
 
     @classmethod
     def from_padded_batch(
@@ -71,13 +77,47 @@ class TokenLayout:
         )
         return cls(index, (1, local_length), cp_group)
 
+    @classmethod
+    def from_segments(
+        cls,
+        segments: Sequence[tuple[int, int]],
+        paths: Sequence[Sequence[int]],
+        padded_lengths: Sequence[int],
+        width: int,
+        cp_group: dist.ProcessGroup | None,
+    ) -> TokenLayout:
+        """Return the layout of sequences that consist of segments, which are packed one after the other.
+
+        Args:
+            segments: The position of each segment's first token in its sequences, and its number of tokens.
+            paths: For each sequence, the indices of its segments.
+            padded_lengths: The padded length of each segment, in tokens over all ranks.
+            width: S of the batch.
+            cp_group: The context-parallel ranks; None for one rank.
+        """
+        lengths, padded = torch.tensor([length for _, length in segments]), torch.tensor(padded_lengths)
+        num_local = sum(padded_lengths) // _size(cp_group)
+        located = zigzag_index(
+            lengths, padded.cumsum(0) - padded, padded, max(padded_lengths), num_local, _size(cp_group)
+        )
+        index = torch.full((len(paths), width), -1)
+        for sequence, path in enumerate(paths):
+            for number in path:
+                begin, length = segments[number]
+                index[sequence, begin : begin + length] = located[number, :length]
+        return cls(index, (1, num_local), cp_group, is_shared=True)
+
     def scatter(self, x: Tensor, fill: float) -> Tensor:
         """Return this rank's part [R, L, …] of `x` [B, S, …], with `fill` at positions without a token. No gradient."""
         num_local, rank = math.prod(self.local_shape), 0 if self.cp_group is None else self.cp_group.rank()
         positions = self.index.flatten() - rank * num_local
         elsewhere = (positions < 0) | (positions >= num_local)
         local = x.new_full((num_local + 1, *x.shape[2:]), fill)  # the last entry collects the tokens of other ranks
-        local[positions.masked_fill(elsewhere, num_local)] = x.flatten(0, 1)
+        positions = positions.masked_fill(elsewhere, num_local)
+        if self.is_shared:
+            _keep_largest(local, positions, x.flatten(0, 1))
+        else:
+            local[positions] = x.flatten(0, 1)
         return local[:num_local].view(*self.local_shape, *x.shape[2:])
 
     def gather(self, x: Tensor) -> Tensor:
@@ -118,6 +158,14 @@ class TokenLayout:
         dist.all_reduce(borrowed, group=self.cp_group)  # exactly one rank owns each value
         index = torch.where(is_cut, num_local + cut, following - rank * num_local)
         return torch.cat([flat, borrowed]), self.scatter(index.masked_fill(following < 0, -1), -1)
+
+
+def _keep_largest(target: Tensor, positions: Tensor, x: Tensor) -> None:
+    """Set the entries of `target` [n, …] at `positions` to the largest values that `x` [k, …] has for them."""
+    index = positions.view(-1, *(1 for _ in x.shape[1:])).expand_as(x)
+    if x.dtype is torch.bool:  # torch has no maximum of bools
+        target, x = target.view(torch.uint8), x.to(torch.uint8)
+    target.scatter_reduce_(0, index, x, "amax", include_self=False)
 
 
 def _size(group: dist.ProcessGroup | None) -> int:

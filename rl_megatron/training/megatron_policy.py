@@ -15,6 +15,7 @@ from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching, require_count
 from rl_megatron.batching.rank_plan import RankPlan, require_key
 from rl_megatron.batching.routing import ROUTED_EXPERTS
+from rl_megatron.batching.shared_prefixes import PREFIX_SET
 from rl_megatron.checkpoint.adapters import describe_model_adapters, find_base, holds_adapter
 from rl_megatron.checkpoint.directory import check_head, read_manifest, read_model_section
 from rl_megatron.checkpoint.hf_weights import open_hugging_face
@@ -48,7 +49,7 @@ from rl_megatron.weight_sync.process_group import Handle
 from rl_megatron.weight_sync.sender import PendingGroup, WeightSender
 
 # The keys of a batch that a model reads without a loss.
-_READ = ("input_ids", "input_lengths", "token_mask", "temperature", ROUTED_EXPERTS)
+_READ = (PREFIX_SET, "input_ids", "input_lengths", "token_mask", "temperature", ROUTED_EXPERTS)
 
 
 class MegatronPolicy(ColocatablePolicyInterface):

@@ -59,8 +59,13 @@ class ModelInput:
         batch, groups = microbatch.batch, topology.groups
         ids = batch["input_ids"]
         local_length = microbatch.shape(topology)[1] // topology.context
-        packing, boundaries = None, (None, None)
-        if microbatch.lengths is None:
+        packing, boundaries, tree = None, (None, None), microbatch.tree
+        if tree is not None:
+            segments = [(segment.begin, segment.length) for segment in tree.segments]
+            padded = padded_lengths([length for _, length in segments], topology)
+            packing = build_packing_params(padded, topology, backend, tree)
+            layout = TokenLayout.from_segments(segments, tree.paths, padded, ids.size(1), groups.cp)
+        elif microbatch.lengths is None:
             layout = TokenLayout.from_padded_batch((ids.size(0), ids.size(1)), local_length, groups.cp, ids.device)
         else:
             padded = padded_lengths(microbatch.lengths, topology)
@@ -70,7 +75,10 @@ class ModelInput:
             packing = build_packing_params(padded, topology, backend)
             layout = TokenLayout.from_pack(starts, padded_starts, ids.size(1), local_length, groups.cp)
         most_counted = _most_counted(batch, layout, topology.tensor if topology.sequence else 1)
-        sharding = Sharding(groups.tp, groups.cp, vocab_size, *boundaries, most_counted=most_counted)
+        sharding = Sharding(
+            groups.tp, groups.cp, vocab_size, *boundaries, most_counted=most_counted,
+            shared_index=layout.index if layout.is_shared else None,
+        )  # fmt: skip
         experts, padding = None, None
         if replayed_layers:
             experts = layout.scatter(batch[ROUTED_EXPERTS][:, :, list(replayed_layers)], UNKNOWN_EXPERT)

@@ -98,6 +98,7 @@ class StepPlanner:
         planner = OwnershipPlanner(
             batch.lengths.numpy(), batch.width, batching, topology, self.cost, Blocks(topology.data),
             groups=None if groups is None else groups.numpy(),
+            prefixes=batch.prefixes if batching.share_prefixes else None,
         )  # fmt: skip
         ownership = plan_ownership(planner, sizes, batch.homes.numpy(), topology.data_rank, batch.ranks)
         return batch.move_to_owners(ownership)

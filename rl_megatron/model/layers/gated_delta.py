@@ -25,6 +25,7 @@ from rl_megatron.config.model_shape import DeltaShape
 from rl_megatron.model.layers import norms
 from rl_megatron.model.layers.attention import PortablePacking
 from rl_megatron.model.layers.delta_rule import DeltaStates, apply_delta_rule, compute_log_decays, convolve
+from rl_megatron.model.layers.packed_tree import PackedTree
 from rl_megatron.topology.context_parallel import gather_heads, scatter_heads, zigzag_order
 
 
@@ -130,11 +131,32 @@ class DeltaCore(torch.nn.Module):
         else:
             assert isinstance(packed_seq_params, PortablePacking)
             sequences, tokens = packed_seq_params.sequences, whole[:, 0]
+            if isinstance(sequences, PackedTree):
+                return gather_heads(self._compute_tree(tokens, sequences)[:, None], self.cp_group)
             buckets = sequences.buckets
             batches = [tokens.index_select(0, bucket.keys).unflatten(0, bucket.key_shape) for bucket in buckets]
             outputs = torch.cat([self.compute(batch)[0].flatten(0, 1) for batch in batches])
             output = outputs.index_select(0, sequences.key_slots)[:, None]
         return gather_heads(output, self.cp_group)
+
+    def _compute_tree(self, tokens: Tensor, tree: PackedTree) -> Tensor:
+        """Return the output of a tree's tokens [T, …] in rank order. A segment starts from the states of its parent."""
+        if tree.order is not None:
+            tokens = tokens.index_select(0, tree.order)
+        states: dict[int, DeltaStates] = {}
+        outputs = []
+        for batch in tree.batches:
+            parents = [tree.tree.segments[index].parent for index in batch.segments]
+            earlier = None
+            if None not in parents:
+                earlier = DeltaStates(*map(torch.stack, zip(*(states[parent] for parent in parents), strict=True)))
+            mixed = tokens.index_select(0, batch.keys).unflatten(0, batch.key_shape)
+            output, later = self.compute(mixed, earlier, batch.lengths)
+            outputs.append(output.flatten(0, 1))
+            for index, *state in zip(batch.segments, *later, strict=True):
+                states[index] = DeltaStates(*state)
+        output = torch.cat(outputs).index_select(0, tree.batch_slots)
+        return output if tree.order is None else output.new_empty(output.shape).index_copy(0, tree.order, output)
 
     def _compute_padded(self, whole: Tensor) -> Tensor:
         """Return the output of a padded batch whose tokens are in rank order."""

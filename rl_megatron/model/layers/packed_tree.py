@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -41,6 +42,23 @@ class AttentionPart:
         return build_causal_bias(positions, num_keys, window, dtype)
 
 
+@dataclass(frozen=True)
+class SegmentBatch:
+    """b segments of similar length, none of which is above another, padded to the length L of the longest.
+
+    Attributes:
+        segments: Their indices.
+        keys: [b·L] For each position of each segment, the index of its token in the pack.
+        key_shape: (b, L).
+        lengths: [b] Their lengths without padding.
+    """
+
+    segments: tuple[int, ...]
+    keys: Tensor
+    key_shape: tuple[int, int]
+    lengths: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class PackedTree(PackedSequences):
     """The segments of a tree, each padded and split zigzag over context-parallel ranks.
@@ -53,6 +71,8 @@ class PackedTree(PackedSequences):
         boundaries: `starts` as numbers on the host.
         own_keys: [T] For each token of the pack, its index among the concatenated keys of all buckets.
         order: [T] For each token of the pack, its index among all ranks' tokens in rank order; None on one rank.
+        batches: All segments, in an order in which each one comes after those above it.
+        batch_slots: [T] For each token of the pack, its index among the concatenated keys of `batches`.
         cp_rank: This rank among the context-parallel ranks.
         cp_size: The number of context-parallel ranks.
     """
@@ -61,6 +81,8 @@ class PackedTree(PackedSequences):
     boundaries: tuple[int, ...]
     own_keys: Tensor
     order: Tensor | None
+    batches: tuple[SegmentBatch, ...]
+    batch_slots: Tensor
     cp_rank: int
     cp_size: int
 
@@ -90,6 +112,7 @@ class PackedTree(PackedSequences):
             tuple(local.starts.tolist()),
             whole.slots,
             None if size == 1 else _find_rank_order(padded_lengths, size),
+            *_batch_by_depth(tree, padded_lengths),
             rank,
             size,
         )
@@ -135,6 +158,28 @@ class PackedTree(PackedSequences):
         size = (stop - start) // 2
         yield slice(start, start + size), begin + self.cp_rank * size
         yield slice(start + size, stop), begin + (zigzag_slices(self.cp_size) - 1 - self.cp_rank) * size
+
+
+def _batch_by_depth(tree: PrefixTree, padded_lengths: Sequence[int]) -> tuple[tuple[SegmentBatch, ...], Tensor]:
+    """Return `PackedTree.batches` and `PackedTree.batch_slots`."""
+    depths: list[int] = []
+    for segment in tree.segments:
+        depths.append(0 if segment.parent is None else depths[segment.parent] + 1)
+    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, length in enumerate(padded_lengths):
+        alike[depths[index], length.bit_length()].append(index)
+    padded = torch.tensor(padded_lengths)
+    starts = padded.cumsum(0) - padded
+    batches, slots, num_slots = [], torch.empty(int(padded.sum()), dtype=torch.long), 0
+    for _, members in sorted(alike.items()):
+        length = max(padded_lengths[index] for index in members)
+        within = torch.arange(length)
+        keys, is_own = starts[members][:, None] + within, within < padded[members][:, None]
+        slots[keys[is_own]] = num_slots + is_own.flatten().nonzero()[:, 0]
+        num_slots += keys.numel()
+        lengths = torch.tensor([tree.segments[index].length for index in members])
+        batches.append(SegmentBatch(tuple(members), keys.where(is_own, 0).flatten(), tuple(keys.shape), lengths))
+    return tuple(batches), slots
 
 
 def _find_rank_order(padded_lengths: Sequence[int], cp_size: int) -> Tensor:

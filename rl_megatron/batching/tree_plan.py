@@ -1,0 +1,127 @@
+"""Plan packs in which sequences share the tokens of their common beginnings.
+
+Sequences of a set that are in one pack are computed as a tree. Large trees save the most, but costs are balanced better
+with small ones. So sets are planned whole, then in halves, in quarters and so on, and the plan is used whose costliest
+shard costs the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from rl_megatron.batching.balance import Groups, balance_shards
+from rl_megatron.batching.config import PackingPlanArgs
+from rl_megatron.batching.microbatch_plan import MicrobatchPlan
+from rl_megatron.batching.packing import round_up
+from rl_megatron.batching.prefix_tree import PrefixTree
+from rl_megatron.batching.shared_prefixes import SharedPrefixes
+
+_LEAST_GAIN = 0.02
+"""The share of the costliest shard's cost that trees must save. Each level of a tree costs a few calls of kernels."""
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """Sequences of one set in a pack.
+
+    Attributes:
+        sequences: Their indices.
+        tokens: The tokens of the tree.
+        slots: These tokens with the padding of each segment.
+        cost: The cost of the tree.
+    """
+
+    sequences: list[int]
+    tokens: int
+    slots: int
+    cost: float
+
+
+def plan_trees(
+    lengths: Sequence[int], prefixes: SharedPrefixes, num_shards: int, args: PackingPlanArgs, unshared: MicrobatchPlan
+) -> MicrobatchPlan:
+    """Return the best plan of trees, or `unshared` if trees do not save enough.
+
+    Args:
+        lengths: The number of tokens of each sequence, and then of each padding sequence.
+        prefixes: What the sequences have in common. Padding sequences have nothing in common.
+        num_shards: The number of data-parallel ranks.
+        args: The limit of a pack, the size of groups that stay together, and the cost of a sequence.
+        unshared: The plan without trees.
+    """
+    sets = _list_sets(len(lengths), prefixes, args.group_size)
+    size = max(map(len, sets))
+    best, best_cost = unshared, (1 - _LEAST_GAIN) * _cost_most(unshared)
+    while size >= 1 and (size > 1 or args.group_size > 1):
+        trees = [tree for members in sets for tree in _cut(members, size, lengths, prefixes, args)]
+        size //= 2
+        if len(trees) < num_shards or max(tree.slots for tree in trees) > args.max_tokens_per_microbatch:
+            continue
+        plan = _plan(trees, lengths, num_shards, args)
+        if _cost_most(plan) < best_cost:
+            best, best_cost = plan, _cost_most(plan)
+    return best
+
+
+def _list_sets(num_sequences: int, prefixes: SharedPrefixes, group_size: int) -> list[list[list[int]]]:
+    """Return the sets of groups, in order. A group belongs to the set of its first sequence."""
+    sets: dict[int, list[list[int]]] = {}
+    num_real = len(prefixes.shared)
+    for first in range(0, num_sequences, group_size):
+        set_ = int(prefixes.chain[first]) if first < num_real else first
+        sets.setdefault(set_, []).append(list(range(first, first + group_size)))
+    for groups in sets.values():
+        if len(groups) > 1:
+            groups.sort(key=lambda group: prefixes.place[group[0]])
+    return list(sets.values())
+
+
+def _cut(
+    groups: list[list[int]], size: int, lengths: Sequence[int], prefixes: SharedPrefixes, args: PackingPlanArgs
+) -> list[_Tree]:
+    """Return trees of a set's groups, of at most `size` groups each, and fewer if they would not fit a pack."""
+    count = -(-len(groups) // size)
+    bounds = [len(groups) * number // count for number in range(count + 1)]
+    trees = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        tree = _grow(list(chain.from_iterable(groups[start:stop])), lengths, prefixes, args)
+        if tree.slots > args.max_tokens_per_microbatch and stop - start > 1:
+            trees += _cut(groups[start:stop], (stop - start + 1) // 2, lengths, prefixes, args)
+        else:
+            trees.append(tree)
+    return trees
+
+
+def _grow(sequences: list[int], lengths: Sequence[int], prefixes: SharedPrefixes, args: PackingPlanArgs) -> _Tree:
+    """Return the tree of sequences."""
+    num_real = len(prefixes.shared)
+    order, shared = prefixes.arrange([index if index < num_real else -1 for index in sequences])
+    own = [lengths[sequences[index]] for index in order]
+    tokens = sum(own) - sum(shared)
+    multiple = args.sequence_length_pad_multiple
+    slots = tokens
+    if multiple > 1:
+        slots = sum(round_up(segment.length, multiple) for segment in PrefixTree.build(own, shared).segments)
+    cost = sum(map(args.cost, own)) - sum(map(args.cost, shared))
+    return _Tree(sequences, tokens, slots, cost)
+
+
+def _plan(trees: list[_Tree], lengths: Sequence[int], num_shards: int, args: PackingPlanArgs) -> MicrobatchPlan:
+    groups = Groups([tree.slots for tree in trees], [tree.cost for tree in trees], args.max_tokens_per_microbatch)
+    packs = [[[trees[index] for index in pack] for pack in shard] for shard in balance_shards(groups, num_shards)]
+    slots = [[sum(tree.slots for tree in pack) for pack in shard] for shard in packs]
+    return MicrobatchPlan(
+        [[list(chain.from_iterable(tree.sequences for tree in pack)) for pack in shard] for shard in packs],
+        lengths=slots,
+        tokens=[[sum(tree.tokens for tree in pack) for pack in shard] for shard in packs],
+        slots=slots,
+        costs=[[sum(tree.cost for tree in pack) for pack in shard] for shard in packs],
+        shares_prefixes=True,
+    )
+
+
+def _cost_most(plan: MicrobatchPlan) -> float:
+    """Return the cost of the costliest shard."""
+    return max(map(sum, plan.costs))
