@@ -120,6 +120,12 @@ class TokenLayout:
             local[positions] = x.flatten(0, 1)
         return local[:num_local].view(*self.local_shape, *x.shape[2:])
 
+    def count(self, chosen: Tensor) -> Tensor:
+        """Return, for each of this rank's tokens [R, L], in how many sequences `chosen` [B, S] is true for it, fp32."""
+        num_local, rank = math.prod(self.local_shape), 0 if self.cp_group is None else self.cp_group.rank()
+        positions = self.index[chosen & (self.index // num_local == rank) & (self.index >= 0)] - rank * num_local
+        return torch.bincount(positions, minlength=num_local).float().view(self.local_shape)
+
     def gather(self, x: Tensor) -> Tensor:
         """Gather every rank's [R, L, …] into the whole [B, S, …], with 0 for tokens that the model does not get.
 

@@ -31,8 +31,10 @@ class ModelInput:
         packing: How sequences are packed; None if they are padded.
         sharding: How the model's output is distributed over ranks.
         padding: `[R, L]`, true for tokens that do not count in the balance of experts, or None if no router needs it.
-            If recorded experts are replayed, it encodes the tokens' numbers, too (`number_tokens`).
+            If routers look up recorded experts or counts, it encodes the tokens' numbers, too (`number_tokens`).
         experts: `[R, L, layers, k]`, the recorded experts in the layers of this rank; None if none are replayed.
+        counts: `[R, L]`, in how many sequences with a loss weight a token is; None if sequences share no tokens, or no
+            router needs it.
     """
 
     tokens: Tensor
@@ -40,6 +42,7 @@ class ModelInput:
     sharding: Sharding
     padding: Tensor | None
     experts: Tensor | None = None
+    counts: Tensor | None = None
 
     @classmethod
     def build(
@@ -79,12 +82,13 @@ class ModelInput:
             groups.tp, groups.cp, vocab_size, *boundaries, most_counted=most_counted,
             shared_index=layout.index if layout.is_shared else None,
         )  # fmt: skip
-        experts, padding = None, None
+        experts, padding, counts = None, None, None
         if replayed_layers:
             experts = layout.scatter(batch[ROUTED_EXPERTS][:, :, list(replayed_layers)], UNKNOWN_EXPERT)
         if counts_experts or replayed_layers:
             padding = ~layout.scatter(_weighted_tokens(batch), False)
-        return cls(layout.scatter(ids, 0), packing, sharding, padding, experts)
+            counts = layout.count(_weighted_tokens(batch)) if layout.is_shared else None
+        return cls(layout.scatter(ids, 0), packing, sharding, padding, experts, counts)
 
     def select_padding(self, model_chunk: torch.nn.Module, topology: Topology) -> Tensor | None:
         """Return `padding` as megatron-core expects it for this model chunk.
@@ -103,28 +107,35 @@ class PreparedStep:
 
     Attributes:
         experts: [N, layers, k] The recorded experts of this rank's tokens, by token number; None if none are replayed.
+        counts: [N] `ModelInput.counts` by token number; None if no router needs it.
         shapes: (number of sequences, padded length over all ranks) of each microbatch.
     """
 
     microbatches: list[Microbatch]
     model_input: list[ModelInput]
     experts: Tensor | None
+    counts: Tensor | None
     shapes: list[tuple[int, int]]
 
 
-def number_all_tokens(unnumbered: Sequence[ModelInput]) -> tuple[list[ModelInput], Tensor | None]:
-    """Return the inputs with their tokens numbered, and the recorded experts [N, layers, k] by token number.
+def number_all_tokens(
+    unnumbered: Sequence[ModelInput],
+) -> tuple[list[ModelInput], Tensor | None, Tensor | None]:
+    """Return the inputs with their tokens numbered, and `PreparedStep.experts` and `counts`.
 
-    If no recorded experts are replayed, return the inputs unchanged, and None.
+    If no router looks up recorded experts or counts, return the inputs unchanged.
     """
-    numbered, recorded, first = [], [], 0
+    experts = [model_input.experts.flatten(0, 1) for model_input in unnumbered if model_input.experts is not None]
+    counts = [model_input.counts.flatten() for model_input in unnumbered if model_input.counts is not None]
+    if not experts and not counts:
+        return list(unnumbered), None, None
+    numbered, first = [], 0
     for model_input in unnumbered:
-        if model_input.experts is None or model_input.padding is None:
-            return list(unnumbered), None
-        numbered.append(replace(model_input, padding=number_tokens(model_input.padding, first), experts=None))
-        recorded.append(model_input.experts.flatten(0, 1))
+        assert model_input.padding is not None, "routers that look something up know the padding"
+        padding = number_tokens(model_input.padding, first)
+        numbered.append(replace(model_input, padding=padding, experts=None, counts=None))
         first += model_input.padding.numel()
-    return numbered, torch.cat(recorded)
+    return numbered, torch.cat(experts) if experts else None, torch.cat(counts) if counts else None
 
 
 def _most_counted(batch: BatchedDataDict, layout: TokenLayout, shards: int) -> int:

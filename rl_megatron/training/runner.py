@@ -36,7 +36,7 @@ from rl_megatron.model.layers.router import (
     forget_graphs,
     sum_balancing_loss,
 )
-from rl_megatron.model.layers.router_replay import find_expert_layers, replaying
+from rl_megatron.model.layers.router_replay import find_expert_layers, reading_numbers
 from rl_megatron.model.lora.dropout import seed_microbatch
 from rl_megatron.timing import MEGATRON_TIMERS
 from rl_megatron.topology.topology import Topology, keep_generators
@@ -261,7 +261,9 @@ class Runner:
         with (
             torch.set_grad_enabled(not forward_only),
             nullcontext() if head is None else head.in_use(),
-            nullcontext() if prepared.experts is None else replaying(self.model_chunks, prepared.experts),
+            reading_numbers(self.model_chunks, prepared.experts, prepared.counts)
+            if prepared.experts is not None or prepared.counts is not None
+            else nullcontext(),
         ):
             results = forward_backward(
                 forward_step_func=forward_step,

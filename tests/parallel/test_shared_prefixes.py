@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.shared_prefixes import PREFIX_SET
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
-from tests.parallel.layouts import MODEL, VOCAB_SIZE, build_policy, gradients, worst_relative_error
+from tests.parallel.layouts import EXPERTS, MODEL, VOCAB_SIZE, build_policy, gradients, worst_relative_error
 
 SETS, SAMPLES, WIDTH = 6, 4, 40
 
@@ -66,6 +69,39 @@ def assert_same(found, wanted):
     assert metrics == pytest.approx(wanted[0], rel=1e-5, abs=1e-6)
     error, name = worst_relative_error(found_gradients, wanted[1])
     assert error <= 1e-4, name
+
+
+FAMILIES = {
+    "experts": replace(EXPERTS, router_aux_loss=0.5, router_aux_loss_scope="global"),
+    "windows and sinks": replace(
+        EXPERTS, qkv_bias=True, qk_norm=False, linear_bias=True, attention_sinks=True, activation="swiglu_oai",
+        sliding_window=8, global_attention_every=2,
+    ),
+    "latent attention": ModelConfig(
+        num_layers=4, hidden_size=36, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=4, kv_lora_rank=11,
+        q_lora_rank=13, qk_nope_head_dim=10, qk_rope_head_dim=6, v_head_dim=14, num_experts=4,
+        expert_ffn_hidden_size=20, shared_expert_ffn_hidden_size=20, first_dense_layers=1, router_score="sigmoid",
+        router_bias=True, tie_embeddings=False, max_sequence_length=64, init_std=0.1,
+    ),
+    "delta rule": replace(
+        MODEL, full_attention_every=2, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=6,
+        linear_value_head_dim=10, linear_conv_kernel_dim=3, attention_output_gate=True, qkv_bias=False,
+        zero_centered_norm=True, tie_embeddings=False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("parallel", [{}, {"context": 2}, {"tensor": 2, "sequence": True}], ids=str)
+def test_a_family_shares_prefixes_exactly(ranks, parallel, family):
+    model, batching = FAMILIES[family], Batching("packed", tokens=160)
+    wanted = ranks.reference(one_step, {}, batching, model)
+    recompute = "full" if "tensor" in parallel else "none"
+    experts = {"expert": 2} if model.num_experts and "tensor" in parallel else {}
+    found = ranks.run(
+        4, one_step, parallel | experts, replace(batching, share_prefixes=True), replace(model, recompute=recompute)
+    )
+    assert_same(found[0], wanted)
 
 
 LAYOUTS = [

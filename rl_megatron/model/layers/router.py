@@ -51,6 +51,8 @@ class BalancedRouter(TopKRouter):
         counts: Whether forward passes add to `counted`; true within `counting`.
         replayed: [2] Two numbers of this rank's tokens in the current step: those whose recorded experts are not the
             router's choice, and all that have recorded experts. None before the first step.
+        token_counts: [tokens] fp32, in how many sequences with a loss weight each token that the layer computes is.
+            None: sequences share no tokens, so each token is in one.
     """
 
     step_tokens: Tensor | None = None
@@ -60,6 +62,11 @@ class BalancedRouter(TopKRouter):
     counted: Tensor | None = None
     counts: bool = False
     replayed: Tensor | None = None
+    token_counts: Tensor | None = None
+
+    def count(self, flags: Tensor) -> Tensor:
+        """Return the sums over tokens of `flags` [tokens, n], which are 0 for padding."""
+        return flags.sum(dim=0) if self.token_counts is None else self.token_counts @ flags.to(self.token_counts.dtype)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weights and the experts of each token. Within `counting`, also count the tokens per expert."""
@@ -68,7 +75,7 @@ class BalancedRouter(TopKRouter):
             routing_map, _ = compute_routing_scores_for_aux_loss(
                 logits.view(-1, logits.size(-1)), self.topk, self.score_function, padding_mask=padding
             )
-            self.counted += routing_map.sum(dim=0)
+            self.counted += self.count(routing_map)
         return super().routing(logits, padding_mask=padding_mask)
 
     def _apply_aux_loss(
@@ -77,13 +84,13 @@ class BalancedRouter(TopKRouter):
         if self.step_tokens is None or self.reported is None:
             raise RuntimeError("the router's balancing loss needs the step's number of tokens; call begin_step first")
         if self.counted is None:
-            counts = routing_map.sum(dim=0).to(scores_for_aux_loss.dtype)
+            counts = self.count(routing_map).to(scores_for_aux_loss.dtype)
             dist.all_reduce(counts, group=self.tp_cp_group)
         else:
             counts = self.counted
         tokens = (counts.sum() / self.topk).clamp(min=1.0)
         # The part of this rank's tokens: f_i = counts/tokens, which has no gradient, and T_m·P_i = Σ scores.
-        balance = (counts * scores_for_aux_loss.sum(dim=0)).sum() / tokens
+        balance = (counts * self.count(scores_for_aux_loss)).sum() / tokens
         coefficient = sum(map(self.get_aux_loss_coeff, SCOPES.values())) * routing_map.size(1) / self.topk
         loss = coefficient * balance / self.step_tokens
         self.reported = self.reported + loss.detach()
@@ -103,7 +110,7 @@ class BalancedRouter(TopKRouter):
         """
         if self.visits is not None and self.training and torch.is_grad_enabled():
             tokens = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
-            self.visits += tokens.sum(dim=0)
+            self.visits += self.count(tokens)
 
 
 class _AlsoMinimised(torch.autograd.Function):

@@ -1,9 +1,9 @@
 """Router replay: record the experts that routers choose, and make routers use recorded experts instead of their own.
 
-megatron-core selects the top-k experts by a router's `router_replay`, if it is set. Within `replaying` and `recording`,
-this module sets it to an object of its own. megatron-core's own `RouterReplay` is not used, for three reasons. All
-models of a process share its list of routers. It expects forward passes and recomputations in a fixed order, and the
-caller must switch its mode between them. And it needs recorded experts for every token.
+megatron-core selects the top-k experts by a router's `router_replay`, if it is set. Within `reading_numbers` and
+`recording`, this module sets it to an object of its own. megatron-core's own `RouterReplay` is not used, for three
+reasons. All models of a process share its list of routers. It expects forward passes and recomputations in a fixed
+order, and the caller must switch its mode between them. And it needs recorded experts for every token.
 
 Source: Ma et al. 2025 (arXiv:2510.11370), rollout routing replay.
 """
@@ -29,7 +29,7 @@ def find_expert_layers(model_chunks: Iterable[torch.nn.Module]) -> list[int]:
 
 
 def number_tokens(padding: Tensor, first: int) -> Tensor:
-    """Return a code of each token of a microbatch, for `replaying`: twice its number, plus 1 if it is padding.
+    """Return a code of each token of a microbatch, for `reading_numbers`: twice its number, plus 1 if it is padding.
 
     Args:
         padding: [R, L] bool, true for tokens that do not count in the balance of experts.
@@ -42,12 +42,20 @@ def number_tokens(padding: Tensor, first: int) -> Tensor:
     return 2 * numbers.view_as(padding) + padding
 
 
-@contextmanager
-def replaying(model_chunks: Iterable[torch.nn.Module], experts: Tensor) -> Iterator[None]:
-    """Make the routers of these model chunks use the recorded experts of each token, within the context.
+def decode_numbers(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers of the tokens, in the order of the hidden states [L, R, hidden], and the padding [R, L]."""
+    return codes.transpose(0, 1).flatten() // 2, codes % 2 == 1
 
-    A router computes its scores as always. The weights of the recorded experts, and their gradients, come from its own
-    scores of these experts, normalised as in the model. A token without recorded experts is routed by its scores.
+
+@contextmanager
+def reading_numbers(
+    model_chunks: Iterable[torch.nn.Module], experts: Tensor | None, counts: Tensor | None
+) -> Iterator[None]:
+    """Make the routers of these model chunks look up each token's recorded experts and count, within the context.
+
+    With recorded experts, a router computes its scores as always. The weights of the recorded experts, and their
+    gradients, come from its own scores of these experts, normalised as in the model. A token without recorded experts
+    is routed by its scores.
 
     megatron-core passes the padding mask to every layer, splits it over sequence-parallel ranks, and keeps it with a
     layer's input for the recomputation of activations. The tokens' numbers take the mask's place, so every layer knows
@@ -56,21 +64,37 @@ def replaying(model_chunks: Iterable[torch.nn.Module], experts: Tensor) -> Itera
     Args:
         model_chunks: This rank's model chunks. Their padding mask must be what `number_tokens` returns.
         experts: [N, layers, k] The recorded experts of token n of this rank in the layers of `find_expert_layers`;
-            `UNKNOWN_EXPERT` if none are recorded.
+            `UNKNOWN_EXPERT` if none are recorded. None: the routers choose.
+        counts: [N] `BalancedRouter.token_counts` of token n of this rank; None: tokens are not shared.
     """
     handles = []
     layers = _find_layers(model_chunks)
     try:
-        for layer, recorded in zip(layers, experts.unbind(1), strict=True):
-            replay = ReplayedTopK(layer.router, recorded)
+        for index, layer in enumerate(layers):
+            replay = None if experts is None else ReplayedTopK(layer.router, experts[:, index])
             _set_top_k(layer.router, replay)
-            handles.append(layer.register_forward_pre_hook(replay.take_numbers, with_kwargs=True))
+            handles.append(
+                layer.register_forward_pre_hook(partial(_read_codes, replay=replay, counts=counts), with_kwargs=True)
+            )
         yield
     finally:
         for layer in layers:
             _set_top_k(layer.router, None)
+            layer.router.token_counts = None
         for handle in handles:
             handle.remove()
+
+
+def _read_codes(
+    layer: Any, args: tuple, kwargs: dict[str, Any], replay: ReplayedTopK | None, counts: Tensor | None
+) -> tuple[tuple, dict[str, Any]]:
+    """Take the tokens' numbers out of the arguments of a layer's forward, before it runs."""
+    numbers, mask = decode_numbers(kwargs["padding_mask"])
+    if replay is not None:
+        replay.numbers, replay.padding = numbers, mask.transpose(0, 1).flatten()
+    if counts is not None:
+        layer.router.token_counts = counts[numbers]
+    return args, kwargs | {"padding_mask": mask}
 
 
 class ReplayedTopK:
@@ -86,13 +110,6 @@ class ReplayedTopK:
 
     def __init__(self, router: BalancedRouter, experts: Tensor):
         self._router, self._experts = router, experts
-
-    def take_numbers(self, layer: MoELayer, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Take the tokens' numbers out of the arguments of a layer's forward, before it runs."""
-        codes: Tensor = kwargs["padding_mask"]
-        in_order = codes.transpose(0, 1).flatten()  # hidden states are [L, R, hidden]
-        self.numbers, self.padding = in_order // 2, in_order % 2 == 1
-        return args, kwargs | {"padding_mask": codes % 2 == 1}
 
     def get_replay_topk(
         self,
@@ -110,7 +127,7 @@ class ReplayedTopK:
         if self._router.replayed is not None and self._router.training and torch.is_grad_enabled():
             counted = is_recorded[:, 0] & ~self.padding
             differs = (preferred.sort().values != chosen.sort().values).any(dim=-1)
-            self._router.replayed += torch.stack([(counted & differs).sum(), counted.sum()])
+            self._router.replayed += self._router.count(torch.stack([counted & differs, counted], dim=1))
         return scores.gather(1, chosen), chosen
 
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from rl_megatron.batching.routing import check_routed_experts
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
-from rl_megatron.model.layers.router_replay import ReplayedTopK, number_tokens
+from rl_megatron.model.layers.router_replay import ReplayedTopK, decode_numbers, number_tokens
 
 LOGITS = torch.tensor([[3.0, 2.0, 1.0, -1.0], [0.0, 4.0, -2.0, 1.0], [1.0, 0.5, 3.0, 2.0]])
 RECORDED = torch.tensor([[9, 9], [2, 3], [-1, -1], [3, 0]], dtype=torch.int16)  # of tokens 0 to 3
@@ -19,12 +19,12 @@ RECORDED = torch.tensor([[9, 9], [2, 3], [-1, -1], [3, 0]], dtype=torch.int16)  
 
 def replayed(**settings):
     """Return weights [3, 4] and their sum's gradient, for tokens 1 to 3, of which token 2 is routed by its scores."""
-    router = SimpleNamespace(replayed=torch.zeros(2), training=True)
+    router = SimpleNamespace(replayed=torch.zeros(2), training=True, count=lambda flags: flags.sum(dim=0))
     top_k = ReplayedTopK(router, RECORDED)
     padding = torch.tensor([[False, False, False]])
-    hidden, mask = torch.zeros(3, 1, 8), number_tokens(padding, first=1)
-    _, passed = top_k.take_numbers(None, (hidden,), {"padding_mask": mask})
-    assert torch.equal(passed["padding_mask"], padding)
+    top_k.numbers, mask = decode_numbers(number_tokens(padding, first=1))
+    top_k.padding = mask[0]
+    assert torch.equal(mask, padding)
     logits = LOGITS.clone().requires_grad_()
     weights, chosen = topk_routing_with_score_function(logits, 2, router_replay=top_k, **settings)
     weights.square().sum().backward()
