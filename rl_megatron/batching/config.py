@@ -62,7 +62,10 @@ class Batching:
 
     @classmethod
     def from_config(cls, train: TrainConfig) -> Self:
-        return cls(train.batching, train.micro_batch_size, train.micro_batch_tokens)
+        return cls(
+            train.batching, train.micro_batch_size, train.micro_batch_tokens,
+            share_prefixes=train.share_prefixes == "auto",
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

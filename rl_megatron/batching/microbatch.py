@@ -119,7 +119,8 @@ class StepPlan:
         group_size: Sequences that stay together in a microbatch.
         ranks: The microbatches of all data-parallel ranks if the batch is whole, and otherwise of this rank alone. All
             ranks have the same number of microbatches.
-        efficiency: The share of computed tokens that are not padding, over all ranks.
+        efficiency: The tokens per token slot that the model computes, over all ranks. It is above 1 if sequences share
+            tokens.
         index: The index of this rank in `ranks`.
     """
 

@@ -28,8 +28,7 @@ class MicrobatchPlan:
         tokens: Tokens of the sequences themselves, without any padding.
         slots: Tokens with padding: sequences times padded length (padded and dynamic batching), or `lengths` (packing).
         costs: The costs of the padded sequences, in the unit of the plan's `SequenceCost`.
-        shares_prefixes: Whether microbatches are packs in which sequences share tokens. `tokens` and `slots` then count
-            shared tokens once.
+        shares_prefixes: Whether microbatches are packs in which sequences share tokens. `slots` has shared tokens once.
     """
 
     sequences: list[list[list[int]]]
@@ -41,7 +40,7 @@ class MicrobatchPlan:
 
     @property
     def efficiency(self) -> float:
-        """Return the share of computed tokens that are not padding, over all shards."""
+        """Return the number of tokens per token slot, over all shards."""
         slots = sum(chain.from_iterable(self.slots))
         return sum(chain.from_iterable(self.tokens)) / slots if slots else 1.0
 

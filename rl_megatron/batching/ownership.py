@@ -151,8 +151,8 @@ def build_rank_microbatches(
     numbers = [*numbers, *[PADDING] * (len(planned.lengths) - len(numbers))]
     ranks = []
     plan = planned.plan
-    for microbatches, widths, counts, slots in zip(plan.sequences, plan.lengths, plan.tokens, plan.slots, strict=True):
-        tokens = sum(counts) - sum(index >= len(lengths) for index in chain.from_iterable(microbatches))
+    for microbatches, widths, slots in zip(plan.sequences, plan.lengths, plan.slots, strict=True):
+        tokens = sum(lengths[index] for index in chain.from_iterable(microbatches) if index < len(lengths))
         computed = sum(round_up(count, layout.sequence_multiple) for count in slots)
         sequences = [[numbers[index] for index in members] for members in microbatches]
         ranks.append(RankMicrobatches(sequences, widths, tokens, computed, max(slots), plan.shares_prefixes))

@@ -36,8 +36,8 @@ class RankPlan:
 
     Attributes:
         microbatches: In the order in which they run.
-        efficiency: The share of all ranks' computed tokens that are not padding. Microbatches of zero weight, which an
-            interleaved pipeline may add, do not count.
+        efficiency: All ranks' tokens per token slot that the model computes; above 1 if sequences share tokens.
+            Microbatches of zero weight, which an interleaved pipeline may add, do not count.
     """
 
     microbatches: list[Microbatch]
@@ -52,7 +52,7 @@ class LengthPlan:
         lengths: The number of tokens (at least 1) of each sequence, and then of each padding sequence.
         plan: Which sequences form which microbatch of which shard.
         tokens: Tokens of all sequences, without padding.
-        slots: Tokens that the model computes, padding included.
+        slots: Tokens that the model computes, padding included, but shared tokens once.
     """
 
     lengths: list[int]
@@ -62,7 +62,7 @@ class LengthPlan:
 
     @property
     def efficiency(self) -> float:
-        """Return the share of computed tokens that are not padding."""
+        """Return the number of tokens per token slot that the model computes; above 1 if sequences share tokens."""
         return self.tokens / self.slots
 
 
@@ -99,14 +99,11 @@ def plan_lengths(
         raise ConfigError(
             f"train.batching={batching.kind}, train.micro_batch_tokens={batching.tokens}: {error}"
         ) from error
-    tokens = sum(lengths)
     if prefixes is not None:
         limit = batching if batching.kind != "padded" else replace(batching, tokens=per_microbatch * width)
         plan = plan_trees(padded, prefixes, num_shards, _packing_args(limit, layout, group_size, cost), plan)
-        if plan.shares_prefixes:
-            tokens = sum(chain.from_iterable(plan.tokens)) - (size - num_sequences)
     slots = sum(round_up(slots, layout.sequence_multiple) for slots in chain.from_iterable(plan.slots))
-    return LengthPlan(padded, plan, tokens, slots)
+    return LengthPlan(padded, plan, sum(lengths), slots)
 
 
 def _plan_for_layout(

@@ -28,6 +28,8 @@ NEIGHBOUR, SHARED = "prefix_neighbour", "prefix_tokens"
 first; and the number of tokens that the two share.
 """
 
+PREFIX_FACTS = (NEIGHBOUR, SHARED)
+
 
 def find_shared_prefixes(batch: Mapping[str, Any], lengths: Sequence[int]) -> dict[str, Tensor]:
     """Return `NEIGHBOUR` and `SHARED` [n] int32 of sequences with the key `PREFIX_SET`.

@@ -28,8 +28,8 @@ class _Tree:
 
     Attributes:
         sequences: Their indices.
-        tokens: The tokens of the tree.
-        slots: These tokens with the padding of each segment.
+        tokens: The tokens of all sequences.
+        slots: The tokens of the tree, with the padding of each segment.
         cost: The cost of the tree.
     """
 
@@ -99,13 +99,12 @@ def _grow(sequences: list[int], lengths: Sequence[int], prefixes: SharedPrefixes
     num_real = len(prefixes.shared)
     order, shared = prefixes.arrange([index if index < num_real else -1 for index in sequences])
     own = [lengths[sequences[index]] for index in order]
-    tokens = sum(own) - sum(shared)
     multiple = args.sequence_length_pad_multiple
-    slots = tokens
+    slots = sum(own) - sum(shared)
     if multiple > 1:
         slots = sum(round_up(segment.length, multiple) for segment in PrefixTree.build(own, shared).segments)
     cost = sum(map(args.cost, own)) - sum(map(args.cost, shared))
-    return _Tree(sequences, tokens, slots, cost)
+    return _Tree(sequences, sum(own), slots, cost)
 
 
 def _plan(trees: list[_Tree], lengths: Sequence[int], num_shards: int, args: PackingPlanArgs) -> MicrobatchPlan:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_megatron.batching.batch import DATA_SET, Batch
 from rl_megatron.batching.host_memory import TensorStore
+from rl_megatron.batching.shared_prefixes import PREFIX_SET
 from rl_megatron.batching.trajectory_index import TrajectoryIndex
 from rl_megatron.checkpoint.resumed_state import MustBe
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
@@ -272,6 +273,8 @@ class Sampler:
 
     def _gather(self, batch: BatchedDataDict | None) -> Batch:
         """Return rank 0's batch as a batch that all ranks share. Collective."""
+        if batch is not None:
+            batch[PREFIX_SET] = TrajectoryIndex(batch).owner // self._group_size
         return Batch.gather_facts(batch, self._policy.topology, self._store)
 
 

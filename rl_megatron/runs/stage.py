@@ -12,6 +12,7 @@ import torch
 from rl_megatron import log
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.exchange import is_first_of_replica
+from rl_megatron.batching.shared_prefixes import PREFIX_SET
 from rl_megatron.checkpoint.directory import find_checkpoints
 from rl_megatron.checkpoint.resumed_state import MustBe, Resumable, ResumedState
 from rl_megatron.config.schema import StageConfig
@@ -144,6 +145,8 @@ class Stage(Loop):
         self.use_loader(loader)
         for step in self.steps():
             part = loader.part(self.batch_number(step) - 1, topology.data_rank, topology.data)
+            if part is not None and loader.group_size > 1:
+                part[PREFIX_SET] = torch.arange(part.size) // loader.group_size
             batch = Batch.gather_facts(part if is_first_of_replica(topology) else None, topology)
             together = None if loader.group_size == 1 else torch.arange(batch.size) // loader.group_size
             yield step, self.policy.distribute(batch, groups=together)

@@ -18,6 +18,7 @@ from rl_megatron.batching.step_microbatches import form_microbatches, plan_step
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict, score_positions
+from rl_megatron.log import once
 from rl_megatron.model.backend import choose_backend
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.training.runner import FusedHead, Runner
@@ -107,6 +108,14 @@ def prepare(model: ShardedModel, batch: Batch) -> Batch:
     return replace(batch, local=BatchedDataDict({key: batch[key] for key in batch if key != ROUTED_EXPERTS}))
 
 
+def allow_sharing(batching: Batching, backend: str) -> Batching:
+    """Return the batching, without shared prefixes if these layers cannot share them."""
+    if not batching.share_prefixes or backend == "portable":
+        return batching
+    once("Transformer Engine's attention cannot share the tokens of common prefixes: each sequence has its own")
+    return replace(batching, share_prefixes=False)
+
+
 class Inference:
     """The forward passes of a model over batches. It owns only the cost model that balances microbatches.
 
@@ -170,6 +179,7 @@ class Inference:
         local["sample_mask"] = torch.ones(len(batch.numbers))
         batch = prepare(self.model, replace(batch, local=local))
         topology = self.model.topology
+        batching = allow_sharing(batching, self.runner.backend)
         step = plan_step(batch, 0, batch.size, batching, topology, topology.data_rank, cost=self.cost)
         hidden_bytes = self.model.config.hidden_size * (2 if self.model.precision == "bf16" else 4)
         values = TokenValues(batch, step, first_column, topology, hidden_bytes)

@@ -35,7 +35,7 @@ from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.policy.interfaces import BatchT, ColocatablePolicyInterface
 from rl_megatron.timing import phase
 from rl_megatron.topology.topology import Topology, start_topology
-from rl_megatron.training.inference import Inference, build_runner, build_whole_batch
+from rl_megatron.training.inference import Inference, allow_sharing, build_runner, build_whole_batch
 from rl_megatron.training.metrics import combine_steps
 from rl_megatron.training.reference import AdapterReference, Placement, RecordedReference, ReferenceModel
 from rl_megatron.training.runner import FusedHead
@@ -114,7 +114,7 @@ class MegatronPolicy(ColocatablePolicyInterface):
         self.weights = WeightSender(self.model)
         self.memory = TrainingMemory(self.model, self.optimizer)
         self.reference: ReferenceModel | AdapterReference | RecordedReference | None = None
-        self.batching = batching
+        self.batching = allow_sharing(batching, self.runner.backend)
         self._inference = Inference(self.model, self.runner)
         self._planner = StepPlanner(self.model, self._inference.cost)
         self._global_batch_size = global_batch_size

@@ -21,7 +21,7 @@ from rl_megatron.data.token_keys import declare_token_keys
 from rl_megatron.losses.base import Loss
 from rl_megatron.losses.contract import CountOfSequences
 from rl_megatron.model.sharded_model import ShardedModel
-from rl_megatron.training.inference import prepare
+from rl_megatron.training.inference import allow_sharing, prepare
 from rl_megatron.training.metrics import Denominators
 from rl_megatron.training.teacher import Teacher
 
@@ -69,6 +69,7 @@ class StepPlanner:
         for key in ("token_mask", "sample_mask"):
             require_key(batch, key)
         batch = prepare(self.model, batch)
+        batching = batching if teacher is None else allow_sharing(batching, teacher.backend)
         parts = pairwise([0, *(accumulate(sizes) if sizes else [*range(gbs, batch.size, gbs), batch.size])])
         steps = (self._plan(batch, *part, batching, loss.group_size, counters) for part in parts)
         if teacher is None:

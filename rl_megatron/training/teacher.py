@@ -12,6 +12,7 @@ from torch import Tensor
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.rank_plan import RankPlan
+from rl_megatron.batching.shared_prefixes import PREFIX_FACTS
 from rl_megatron.checkpoint.directory import MANIFEST, check_head, read_manifest, read_model_section
 from rl_megatron.checkpoint.hf_weights import HuggingFaceWeights, open_hugging_face
 from rl_megatron.checkpoint.load import load_checkpoint
@@ -59,6 +60,11 @@ class Teacher:
         if placement == "offload" and model.topology.is_cuda:
             self._host_weights = HostWeights(model.model_chunks, model.topology.device)
 
+    @property
+    def backend(self) -> str:
+        """Return the backend of the layers; see `choose_backend`."""
+        return self._runner.backend
+
     def logprobs(self, batch: Batch, batching: Batching) -> Tensor:
         """Return logprobs [B, S] fp32 at each sequence's `temperature`. Entry t corresponds to token t."""
         with self._use_weights():
@@ -93,7 +99,8 @@ class Teacher:
         if batch.is_whole or not self._own_layout:
             return batch
         values = batch.gather_on_rank_0([key for key in _READ if key in batch])
-        return Batch.from_whole(self.model.topology.ranks.share(lambda: values))
+        whole = Batch.from_whole(self.model.topology.ranks.share(lambda: values))
+        return replace(whole, facts=whole.facts | {key: batch.facts[key] for key in PREFIX_FACTS if key in batch.facts})
 
     def _select_local(self, batch: Batch, values: Tensor) -> Tensor:
         """Return this rank's part of the values of the batch that `_gather` returned."""

@@ -147,9 +147,8 @@ class DeltaCore(torch.nn.Module):
         outputs = []
         for batch in tree.batches:
             parents = [tree.tree.segments[index].parent for index in batch.segments]
-            earlier = None
-            if None not in parents:
-                earlier = DeltaStates(*map(torch.stack, zip(*(states[parent] for parent in parents), strict=True)))
+            above = [states[parent] for parent in parents if parent is not None]
+            earlier = DeltaStates(*map(torch.stack, zip(*above, strict=True))) if above else None
             mixed = tokens.index_select(0, batch.keys).unflatten(0, batch.key_shape)
             output, later = self.compute(mixed, earlier, batch.lengths)
             outputs.append(output.flatten(0, 1))

@@ -178,7 +178,7 @@ def _batch_by_depth(tree: PrefixTree, padded_lengths: Sequence[int]) -> tuple[tu
         slots[keys[is_own]] = num_slots + is_own.flatten().nonzero()[:, 0]
         num_slots += keys.numel()
         lengths = torch.tensor([tree.segments[index].length for index in members])
-        batches.append(SegmentBatch(tuple(members), keys.where(is_own, 0).flatten(), tuple(keys.shape), lengths))
+        batches.append(SegmentBatch(tuple(members), keys.where(is_own, 0).flatten(), (len(members), length), lengths))
     return tuple(batches), slots
 
 

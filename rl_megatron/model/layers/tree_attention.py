@@ -11,7 +11,7 @@ In the backward pass, a kernel that gets the merged l and o computes the share o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from rl_megatron.model.layers.packed_tree import AttentionPart, PackedTree
 from rl_megatron.model.layers.sinks import add_sinks, compute_sink_gradients
 
 Biases = Sequence[Tensor | None]
+_Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def attend_in_tree(
@@ -116,22 +117,24 @@ class _TreeAttention(torch.autograd.Function):
         return for_query, for_key, for_value, for_sinks, None, None, None, None
 
 
-def _split(tree: PackedTree, query: Tensor, key: Tensor, value: Tensor) -> list[list[Tensor]]:
-    """Return the query, key and value [segments, heads, length, size] of each bucket of segments."""
-    return [
-        [
-            x.index_select(0, index).unflatten(0, shape).transpose(1, 2)
-            for x, index, shape in (
-                (query, bucket.queries, bucket.query_shape),
-                (key, bucket.keys, bucket.key_shape),
-                (value, bucket.keys, bucket.key_shape),
-            )
-        ]
-        for bucket in tree.buckets
-    ]
+def _split(tree: PackedTree, query: Tensor, key: Tensor, value: Tensor) -> Iterator[_Triple]:
+    """Yield the query, key and value [segments, heads, length, size] of each bucket of segments."""
+
+    def take(x: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
+        return x.index_select(0, index).unflatten(0, shape).transpose(1, 2)
+
+    for bucket in tree.buckets:
+        yield (
+            take(query, bucket.queries, bucket.query_shape),
+            take(key, bucket.keys, bucket.key_shape),
+            take(value, bucket.keys, bucket.key_shape),
+        )
 
 
-def _take(part: AttentionPart, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+def _take(part: AttentionPart, query: Tensor, key: Tensor, value: Tensor) -> _Triple:
     """Return the query, key and value [1, heads, length, size] of a part."""
-    places = (part.queries, part.keys, part.keys)
-    return [x[place].transpose(0, 1)[None] for x, place in zip((query, key, value), places, strict=True)]
+
+    def take(x: Tensor, places: slice) -> Tensor:
+        return x[places].transpose(0, 1)[None]
+
+    return take(query, part.queries), take(key, part.keys), take(value, part.keys)
