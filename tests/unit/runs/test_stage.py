@@ -76,6 +76,9 @@ class Silent:
     def begin_stage(self, stage, start, steps, metric):
         self.log.append(("begin", start))
 
+    def has_steps(self, stage):
+        return False
+
     def show_phase(self, phase):
         pass
 
