@@ -230,8 +230,8 @@ class Stage(Loop):
         if not saved:
             if self.metrics_logger.has_steps(self.name):
                 log.LOGGER.warning(
-                    "stage %s: an earlier start of this run ended before its first checkpoint, so the stage begins again "
-                    "(set train.save_every to save more often)",
+                    "stage %s: an earlier start of this run ended before its first checkpoint, so the stage begins "
+                    "again (set train.save_every to save more often)",
                     self.name,
                 )
             return 0
