@@ -165,8 +165,8 @@ def check_exports(
     if is_adapter:
         return
     size = sum(torch.Size(shape).numel() for shape in table.hf_shapes.values()) * (4 if precision == "fp32" else 2)
-    num_saves = 1 + (train.steps - 1) // train.save_every if train.save_every else 1
-    number = min(num_saves, train.keep_checkpoints + (train.keep_best is not None) + 1)  # and the one being written
+    kept = train.keep_checkpoints + (train.keep_best is not None)
+    number = min(train.most_saves, kept + 1)  # and the one being written
     home = next(path for path in (output_dir.absolute(), *output_dir.absolute().parents) if path.exists())
     free = shutil.disk_usage(home).free
     if number * size > free:

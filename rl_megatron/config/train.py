@@ -87,7 +87,11 @@ class TrainConfig:
     # bit. Operations and engines that cannot do so are refused. All stages must have the same value.
     deterministic: bool = False
     eval_every: NonNegative = 0  # steps between evaluations; 0: only before the first step and after the last
-    save_every: NonNegative = 0  # steps between checkpoints; 0: only after the last step
+    # Steps between checkpoints; 0: one after the last step, and one whenever save_every_seconds have passed.
+    save_every: NonNegative = 0
+    # With save_every=0 and no keep_best, a step that ends this long after the last checkpoint, or after the stage's
+    # start, is saved; 0: only the last step.
+    save_every_seconds: NonNegativeFloat = 1800.0
     async_save: bool = True  # write checkpoints while training continues; a stage still waits for its last one
     keep_checkpoints: Positive = 2  # newest checkpoints kept per stage; older ones are deleted
     # Also export every checkpoint in the format of Hugging Face, to OUTPUT_DIR/exported/STAGE/step-N, while training
@@ -120,6 +124,16 @@ class TrainConfig:
     # The time since the command's start, as DD:HH:MM:SS, by which the last checkpoint must be saved. The run ends after
     # the last step that leaves enough time; the same command continues it. The end of a SLURM job is also a limit.
     checkpoint_must_save_by: Duration | None = None
+
+    @property
+    def saves_by_time(self) -> bool:
+        """Return whether `save_every_seconds` applies."""
+        return self.save_every == 0 and self.keep_best is None and self.save_every_seconds > 0
+
+    @property
+    def most_saves(self) -> int:
+        """Return how many checkpoints a stage may save."""
+        return self.steps if self.saves_by_time else 1 + (self.steps - 1) // (self.save_every or self.steps)
 
     def check(self, where: str) -> None:
         """Check that a roll-back has checkpoints to return to."""

@@ -42,7 +42,7 @@ def estimate_run_bytes(config: RunConfig) -> int:
     total = largest = 0
     for stage in config.stages.values():
         train = stage.train
-        saved = 1 + (train.steps - 1) // train.save_every if train.save_every else 1
+        saved = train.most_saves
         kept = min(saved, train.keep_checkpoints + (train.keep_best is not None))
         size = estimate_checkpoint_bytes(stage) + estimate_export_bytes(stage)
         total, largest = total + kept * size, max(largest, size if saved > kept else 0)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rl_megatron import disk, log
 from rl_megatron.config.loggers import PrometheusConfig
-from rl_megatron.config.metrics import SAMPLES
+from rl_megatron.config.metrics import METRICS_FILE, SAMPLES
 from rl_megatron.observability.html_report import REPORT, ReportPages, warn_if_it_fails, write_html_report
 from rl_megatron.observability.progress import ConsoleProgress
 from rl_megatron.observability.recorded_metrics import drop_later_lines
@@ -71,6 +71,15 @@ class MetricsLogger:
             self._writes.write(str(id(sink)), partial(sink.begin_stage, stage, start))
         self._writes.write(SAMPLES, partial(drop_later_lines, self.output_dir / SAMPLES, stage, start))
         self._progress.begin_stage(stage, start, steps, metric)
+
+    def has_steps(self, stage: str) -> bool:
+        """Return whether an earlier start of the run has recorded training steps of a stage; False on other ranks."""
+        file = self.output_dir / METRICS_FILE
+        if not (self.enabled and file.exists()):
+            return False
+        begin = f'{{"stage": {json.dumps(stage)}, '
+        with file.open() as lines:
+            return any(line.startswith(begin) and '"kind": "train"' in line for line in lines)
 
     def end_stage(self) -> None:
         """End the display of the stage."""

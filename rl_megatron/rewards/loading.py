@@ -17,6 +17,7 @@ from rl_megatron.data.sources import build_source
 from rl_megatron.data.tasks.task import Problem, Task
 from rl_megatron.rewards import functions
 from rl_megatron.rewards.registry import REWARDS
+from rl_megatron.rewards.reward_function import ANSWER_NAMES, has_reference_answer
 from rl_megatron.rewards.samples import Description, FunctionSpec, pickle_for_worker
 from rl_megatron.rewards.workers import RewardWorkers
 
@@ -68,10 +69,10 @@ def check_rewards(stage: StageConfig, loads: bool) -> None:
     if not (loads and stage.reward.functions):
         return
     if PROBLEMS in (stage.algorithm.learns_from, stage.data.heldout_kind):
-        check_functions(stage.reward, build_source(stage).problems(1))
+        check_functions(stage.reward, build_source(stage).problems_to_check())
     for eval_set in stage.eval.sets:
         if eval_set.task is None:
-            check_functions(stage.reward, read_set_problems(stage, eval_set).problems[:1])
+            check_functions(stage.reward, read_set_problems(stage, eval_set).problems)
 
 
 def check_functions(settings: RewardConfig, problems: Iterable[Problem]) -> None:
@@ -96,10 +97,16 @@ def check_fields(
         return
     for problem in problems:
         for name, spec in needed.items():
-            if name not in problem.record:
-                field_names = ", ".join(sorted(map(str, problem.record))) or "none"
-                raise ConfigError(
-                    f"{spec.where}: {spec.label} needs the parameter {name!r}, but a record has no such field "
-                    f"({problem.as_record().location}; its fields: {field_names}); give the parameter a default, or "
-                    "set it in kwargs"
-                )
+            if name in problem.record or (name in ANSWER_NAMES and has_reference_answer(problem)):
+                continue
+            if name in ANSWER_NAMES:
+                lack = f"needs the reference answer ({name!r}), but a record has none"
+                remedy = "name the field that has it, as in data.columns={answer: FIELD} or in the set's columns"
+            else:
+                lack = f"needs the parameter {name!r}, but a record has no such field"
+                remedy = "give the parameter a default, or set it in kwargs"
+            field_names = ", ".join(sorted(map(str, problem.record))) or "none"
+            raise ConfigError(
+                f"{spec.where}: {spec.label} {lack} ({problem.as_record().location}; its fields: {field_names}); "
+                f"{remedy}"
+            )

@@ -32,7 +32,7 @@ _PROVIDED = {
     "verl": _ALL_VERL_PARAMETERS,
 }
 # Names that data sets give the reference answer. A parameter with such a name gets it if the record lacks the field.
-_ANSWER_NAMES = ("answer", "ground_truth", "solution")
+ANSWER_NAMES = ("answer", "ground_truth", "solution")
 # Metrics that this package adds to each function's own.
 ERRORS, TIMEOUTS, SCORE = "errors", "timeouts", "score"
 
@@ -77,9 +77,11 @@ class RewardFunction:
                 raise BadFunction(f"{label} takes no argument {name!r}{nearest(name, self._names)}")
         is_list, is_verl = self._names & LIST_PARAMETERS, self._names & VERL_PARAMETERS
         self.form: Form = "list" if is_list else "verl" if is_verl else "sample"
-        provided = {*_PROVIDED[self.form], *(_ANSWER_NAMES if self.form != "verl" else ())}
+        provided = {*_PROVIDED[self.form], *(ANSWER_NAMES if self.form != "verl" else ())}
         required = {parameter.name for parameter in named if parameter.default is parameter.empty}
         self._needed = tuple(sorted(required - set(self._kwargs) - provided))
+        needs_answer = {"answer"} if getattr(function, "needs_answer", False) else set()
+        self._needed_answers = tuple(sorted(required.intersection(ANSWER_NAMES) - set(self._kwargs) | needs_answer))
         if not self._takes_all and not self._names - set(self._kwargs):
             raise BadFunction(f"{label} takes no part of a sample, such as 'completion'; give it a parameter for one")
         if self.form == "verl" and self._needed:
@@ -98,7 +100,7 @@ class RewardFunction:
 
     def describe(self) -> Description:
         """Return the description by which the parent process distributes calls."""
-        return Description(self.label, self.form, self.is_async, self._needed)
+        return Description(self.label, self.form, self.is_async, (*self._needed_answers, *self._needed))
 
     def call(self, sample: Sample) -> Any:
         """Return what the function returns for one sample; a coroutine if it is async."""
@@ -124,7 +126,7 @@ class RewardFunction:
             "truncated": sample.truncated,
             "answer": get_reference_answer(problem),
         }
-        by_name = {"record": problem.record, **dict.fromkeys(_ANSWER_NAMES, for_all["answer"]), **for_all}
+        by_name = {"record": problem.record, **dict.fromkeys(ANSWER_NAMES, for_all["answer"]), **for_all}
         by_name |= _trajectory_arguments(sample)
         if sample.sequence_ids:
             by_name |= {"sequence_ids": list(sample.sequence_ids), "sequence_text": sample.sequence_text}
@@ -157,7 +159,7 @@ class RewardFunction:
             "log_metric": log_metric,
             "log_extra": lambda column, values: None,  # the table of completions is not written
         }
-        answers = dict.fromkeys(_ANSWER_NAMES, [get_reference_answer(problem) for problem in problems])
+        answers = dict.fromkeys(ANSWER_NAMES, [get_reference_answer(problem) for problem in problems])
         of_trajectories = {name: [arguments[name] for arguments in trajectories] for name in _TRAJECTORY_PARAMETERS}
         return self._select_arguments(for_all, {**answers, **for_all, **of_trajectories})
 
@@ -190,6 +192,11 @@ def get_ground_truth(problem: Problem) -> object:
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
         return reward_model["ground_truth"]
     return get_reference_answer(problem)
+
+
+def has_reference_answer(problem: Problem) -> bool:
+    """Return whether a problem has a reference answer. An empty text is one if the record has it as `answer`."""
+    return problem.answer != "" or problem.record.get("answer") is not None or get_ground_truth(problem) != ""
 
 
 def get_reference_answer(problem: Problem) -> Any:

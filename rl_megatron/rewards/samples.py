@@ -72,7 +72,7 @@ class Description(NamedTuple):
 
     Attributes:
         form: How the function is called: for one sample, for a list of them, as in verl, or as the reward of a task.
-        needed: The record fields that the function requires.
+        needed: The record fields that the function requires, the reference answer included.
     """
 
     label: str

@@ -38,8 +38,8 @@ MAY_CHANGE = {
     "steps": ("train.steps", "train.stop_at"),
     "evaluation": ("train.eval_every", "data.num_eval_examples", "eval."),
     "saving": (
-        "train.save_every", "train.async_save", "train.keep_checkpoints", "train.keep_best", "train.export_hf",
-        "rollout.save_every", "rollout.save_prompts",
+        "train.save_every", "train.save_every_seconds", "train.async_save", "train.keep_checkpoints", "train.keep_best",
+        "train.export_hf", "rollout.save_every", "rollout.save_prompts",
     ),
     # Gradients do not depend on the layout, because losses are divided by counts over the whole batch.
     "layout and device": (

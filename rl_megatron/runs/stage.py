@@ -114,6 +114,7 @@ class Stage(Loop):
         start = self._resume_from_newest()
         self.metrics_logger.begin_stage(self.name, start, train.steps, self.progress_metric)
         self.timer.restart()
+        self.stopping.begin_stage(train.save_every_seconds if train.saves_by_time else 0.0)
         try:
             self._stop_if_asked(start, is_saved=True)
             if start == 0:
@@ -127,7 +128,7 @@ class Stage(Loop):
                 yield step
                 self.checkpointer.poll()
                 last = self.evaluations.run(step, last=step == train.steps)
-                is_due = last or bool(train.save_every and step % train.save_every == 0)
+                is_due = last or self.stopping.is_save_due or bool(train.save_every and step % train.save_every == 0)
                 is_saved = False
                 if is_due:
                     with self.timer.phase("save"):
@@ -230,6 +231,12 @@ class Stage(Loop):
     def _resume_from_newest(self) -> int:
         saved = find_checkpoints(self.checkpoints)
         if not saved:
+            if self.metrics_logger.has_steps(self.name):
+                log.LOGGER.warning(
+                    "stage %s: an earlier start of this run ended before its first checkpoint, so the stage begins "
+                    "again (set train.save_every to save more often)",
+                    self.name,
+                )
             return 0
         manifest = self.policy.load_checkpoint(saved[-1], verify=False)  # verified at the start of the run
         if self.critic is not None:
@@ -263,6 +270,7 @@ class Stage(Loop):
         )
 
     def _save(self, step: int, last: bool) -> bool:
+        self.stopping.note_save()
         return self.checkpointer.save(
             step,
             last,

@@ -39,6 +39,9 @@ class Stopping:
 
     A step is begun only if it can end, and be saved, before the limit. The time needed is estimated as the longest step
     plus the longest save so far.
+
+    Attributes:
+        is_save_due: Whether the next step is saved because the last checkpoint is old; the same on all ranks.
     """
 
     def __init__(
@@ -59,6 +62,16 @@ class Stopping:
         if environment.get(SLURM_END, "").isdigit():
             self._limits[_OF_SLURM] = float(environment[SLURM_END]) - _LEAVING_SECONDS
         self._save_by = save_by
+        self._save_seconds, self._saved_at, self.is_save_due = 0.0, self._last_time, False
+
+    def begin_stage(self, save_every_seconds: float) -> None:
+        """Begin a stage that saves a checkpoint after this time; 0: time does not matter."""
+        self._save_seconds = save_every_seconds
+        self.note_save()
+
+    def note_save(self) -> None:
+        """Count the time to the next save from now on."""
+        self._saved_at, self.is_save_due = self._clock(), False
 
     def record_save(self, seconds: float) -> None:
         self._longest_save = max(self._longest_save, seconds)
@@ -82,10 +95,12 @@ class Stopping:
         for limit, ends_at in self._limits.items():
             if now + needed > ends_at:
                 vote = max(vote, limit)
+        is_due = self._save_seconds > 0 and now - self._saved_at >= self._save_seconds
         if self._ranks.size > 1:
-            votes = torch.tensor([vote], device=self._ranks.device)
+            votes = torch.tensor([vote, int(is_due)], device=self._ranks.device)
             dist.all_reduce(votes, dist.ReduceOp.MAX)
-            vote = int(votes.item())
+            vote, is_due = votes.tolist()
+        self.is_save_due = bool(is_due)
         if vote == 0:
             return None
         if vote not in (_OF_TRAIN, _OF_SLURM):

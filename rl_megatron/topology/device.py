@@ -109,9 +109,11 @@ def share_gloo_device() -> None:
         devices = [gloo.create_default_device()]
 
     class OneDevice(ProcessGroupGloo):
-        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta):
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **more: bool):
             options = gloo._Options()
             options._timeout, options._devices = timeout, devices
+            for name, value in more.items():  # torch 2.14 passes enable_reconfigure
+                setattr(options, name, value)
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = OneDevice

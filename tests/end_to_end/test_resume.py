@@ -158,3 +158,15 @@ def test_a_run_killed_between_two_stages_starts_the_next_one(tmp_path, forks):
     again = forks.run(directory, *ARGUMENTS)
     assert again.status == 0, again.err
     assert metrics(directory / "out") == expected
+
+
+def test_a_run_saves_by_time_and_says_if_it_begins_again(tmp_path, forks):
+    by_time = ("train.save_every=0", "train.save_every_seconds=0.001", "train.steps=3")
+    arguments = ("train", "algorithm=sft", *TINY, *by_time)
+    first, _ = forks.run_ranks(tmp_path, *arguments, ranks=2)
+    assert first.status == 0 and checkpoints(tmp_path / "out", "sft") == ["step-000002", "step-000003"], first
+    assert "begins again" not in first.err + first.out
+    shutil.rmtree(tmp_path / "out" / "checkpoints" / "sft")
+    second, _ = forks.run_ranks(tmp_path, *arguments, ranks=2)
+    assert second.status == 0, second
+    assert "an earlier start of this run ended before its first checkpoint" in second.err + second.out

@@ -94,6 +94,10 @@ class MixedSource(DataSource[DataConfig]):
         """Return the training problems of all data sets."""
         return [problem for source in self.sources for problem in source.problems(wanted)]
 
+    def problems_to_check(self) -> list[Problem]:
+        """Return the problems of all data sets whose records are examined before the first step."""
+        return [problem for source in self.sources for problem in source.problems_to_check()]
+
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch | HeldoutProblemSet:
         """Return held-out data of `data.eval_path`, or of every data set."""
         if self.data.eval_path is not None:

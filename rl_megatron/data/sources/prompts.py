@@ -80,6 +80,10 @@ class PromptsSource(RecordSource[PromptsConfig]):
         """Return all training problems."""
         return [self.build_problem(record) for record in self.parts()[0]]
 
+    def problems_to_check(self) -> list[Problem]:
+        """Return all problems, held-out ones included."""
+        return [self.build_problem(record) for part in self.parts() for record in part]
+
     def heldout(self, tokenizer: Tokenizer) -> HeldoutProblemSet:
         """Return the first held-out problems."""
         records = require_heldout(self.parts(), self.data)

@@ -131,6 +131,10 @@ class DataSource(Generic[ConfigT]):
         """
         raise ConfigError(f"data.source={self.data.source} has no problems with rewards")
 
+    def problems_to_check(self) -> list[Problem]:
+        """Return the problems whose records are examined before the first step."""
+        return self.problems(1)
+
     def heldout(self, tokenizer: Tokenizer) -> HeldoutBatch | HeldoutProblemSet:
         """Return the held-out data, of the kind `data.heldout_kind`: `data.num_eval_examples` sequences or problems.
 

@@ -125,13 +125,18 @@ class Regex:
     def _compiled(self) -> re.Pattern[str]:
         return re.compile(self.pattern, re.DOTALL)
 
-    def __call__(self, completion: str, answer: str) -> float:
+    @property
+    def needs_answer(self) -> bool:
+        """Return whether every record needs a reference answer."""
+        return _ANSWER_GROUP in self._compiled.groupindex
+
+    def __call__(self, completion: str, answer: str = "") -> float:
         """Return the score of a completion."""
         if self.whole:
             match = self._compiled.fullmatch(completion)
         else:
             match = next(iter(deque(self._compiled.finditer(completion), maxlen=1)), None)
-        if match is None or _ANSWER_GROUP not in self._compiled.groupindex:
+        if match is None or not self.needs_answer:
             return float(match is not None)
         return float((match[_ANSWER_GROUP] or "").strip() == str(answer).strip())
 

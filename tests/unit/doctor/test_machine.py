@@ -131,9 +131,11 @@ def test_a_checkpoint_that_takes_long_to_write_is_a_warning(tmp_path, monkeypatc
 def test_checkpoints_have_weights_and_optimizer_state_and_the_critics():
     grpo, ppo = (load_config([f"algorithm={name}", "data=arithmetic"]) for name in ("grpo", "ppo"))
     assert estimate_checkpoint_bytes(ppo.first) == 2 * estimate_checkpoint_bytes(grpo.first)
-    once = load_config(["algorithm=grpo", "data=arithmetic", "train.save_every=0"])
+    once = load_config(["algorithm=grpo", "data=arithmetic", "train.save_every_seconds=0"])
+    by_time = load_config(["algorithm=grpo", "data=arithmetic"])
     many = load_config(["algorithm=grpo", "data=arithmetic", "train.save_every=1", "train.keep_checkpoints=3"])
     assert estimate_run_bytes(once) == estimate_checkpoint_bytes(once.first)
+    assert estimate_run_bytes(by_time) == 3 * estimate_checkpoint_bytes(once.first)
     assert estimate_run_bytes(many) == 4 * estimate_checkpoint_bytes(
         many.first
     )  # three are kept while the next one is written

@@ -23,12 +23,12 @@ def described(function, **kwargs):
     ("function", "form", "is_async", "needed"),
     [
         (user_file.length, "sample", False, ()),
-        (user_file.fields, "sample", False, ("level",)),
+        (user_file.fields, "sample", False, ("answer", "level")),
         (user_file.everything, "sample", False, ()),
         (user_file.judge, "sample", True, ()),
-        (user_file.trl, "list", False, ()),
+        (user_file.trl, "list", False, ("solution",)),
         (user_file.trl_async, "list", True, ()),
-        (user_file.compute_score, "verl", False, ()),
+        (user_file.compute_score, "verl", False, ("ground_truth",)),
     ],
 )
 def test_the_form_follows_from_the_parameters(function, form, is_async, needed):
@@ -68,8 +68,9 @@ def test_the_reference_answer_is_the_records_own_value_in_every_form():
 
 
 def test_a_field_that_no_record_is_sure_to_have_is_needed():
-    assert described(user_file.fields).needed == ("level",)
-    assert described(user_file.fields, level=1).needed == ()
+    assert described(user_file.fields).needed == ("answer", "level")
+    assert described(user_file.fields, level=1, answer="a").needed == ()
+    assert described(lambda completion, answer="": 0).needed == ()
 
 
 def call_list(function, *samples):

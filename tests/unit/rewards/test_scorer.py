@@ -188,3 +188,28 @@ def test_reward_functions_are_checked_with_the_own_problems_of_an_evaluation(tmp
         else:
             with pytest.raises(ConfigError, match="'level', .*answers.jsonl:1"):
                 check_rewards(stage, loads=True)
+
+
+def test_all_records_are_checked_for_a_reference_answer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records = ['{"prompt": "a", "answer": "b"}\n'] * 6
+    wrong = '{"prompt": "a", "answr": "b"}\n'
+    (tmp_path / "right.jsonl").write_text("".join(records))
+    (tmp_path / "last.jsonl").write_text("".join(records) + wrong)
+    (tmp_path / "wrong.jsonl").write_text(wrong * 7)
+    for path, heldout, sets, location in (
+        ("last", "data.eval_path=right.jsonl", "[]", "last.jsonl:7"),
+        ("right", "data.eval_path=wrong.jsonl", "[]", "wrong.jsonl:1"),
+        ("right", "data.eval_path=right.jsonl", "[{name: own, path: last.jsonl}]", "last.jsonl:7"),
+    ):
+        stage = load_config(
+            [
+                "algorithm=grpo",
+                f"data.path={path}.jsonl",
+                heldout,
+                f"eval.sets={sets}",
+                "reward.functions=[exact_match]",
+            ]
+        ).first
+        with pytest.raises(ConfigError, match=rf"exact_match needs the reference answer .*{location}"):
+            check_rewards(stage, loads=True)

@@ -217,6 +217,33 @@ def test_a_record_without_a_field_of_a_function_is_named_by_its_place():
         check_functions(settings(RewardFunctionConfig(path=FILE, name="fields")), problems)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        {"name": "exact_match"},
+        {"name": "regex", "kwargs": {"pattern": "= (?P<answer>.*)"}},
+        {"path": FILE, "name": "trl"},
+    ],
+    ids=lambda function: function["name"],
+)
+def test_a_record_without_a_reference_answer_is_refused_if_a_function_compares_with_it(function):
+    answered = [
+        Problem("p", "4"), Problem("p", "", {"answer": ""}), Problem("p", "", {"answer": 0}),
+        Problem("p", "4", {"reward_model": {"ground_truth": "4"}}),
+    ]  # fmt: skip
+    check_functions(settings(RewardFunctionConfig(**function)), answered)
+    with pytest.raises(ConfigError, match=r"a record has none \(x.jsonl:2; its fields: answr\); name the field"):
+        check_functions(
+            settings(RewardFunctionConfig(**function)), [*answered, Problem("p", "", {"answr": "4"}, "x.jsonl:2")]
+        )
+
+
+def test_a_function_that_reads_no_answer_takes_records_without_one():
+    without = [Problem("p", "", {"prompt": "p"}, "x.jsonl:1")]
+    check_functions(settings(RewardFunctionConfig(name="regex", kwargs={"pattern": "="})), without)
+    check_functions(settings(RewardFunctionConfig(path=FILE, name="length")), without)
+
+
 @pytest.mark.change
 @pytest.mark.parametrize(
     ("text", "words"),

@@ -22,7 +22,7 @@ from rl_megatron.runs import checkpointer
 from rl_megatron.runs import stage as stage_module
 from rl_megatron.runs.evaluations import Evaluations
 from rl_megatron.runs.stage import Stage
-from rl_megatron.runs.stopping import RunStopped
+from rl_megatron.runs.stopping import RunStopped, Stopping
 from rl_megatron.runs.verify import find_last_manifest
 from rl_megatron.timing import PhaseTimer
 from rl_megatron.training.metrics import NonFiniteLoss
@@ -75,6 +75,9 @@ class Silent:
 
     def begin_stage(self, stage, start, steps, metric):
         self.log.append(("begin", start))
+
+    def has_steps(self, stage):
+        return False
 
     def show_phase(self, phase):
         pass
@@ -177,9 +180,8 @@ def test_a_run_that_is_asked_to_stop_after_a_save_that_failed_saves_again(make):
         return save(*arguments, **keywords)
 
     stage.policy.begin_checkpoint = fail_once
-    stage.stopping = SimpleNamespace(
-        reason=lambda: "SIGTERM was received" if ("step", 2) in log else None, begin_step=lambda: None
-    )
+    stage.stopping = Stopping(environment={})
+    stage.stopping.reason = lambda: "SIGTERM was received" if ("step", 2) in log else None
     with pytest.raises(RunStopped, match="stopped after step 2"):
         walk(stage, log)
     assert not failures and happened(log, "step", "save") == [("step", 1), ("step", 2), ("save", 2)]

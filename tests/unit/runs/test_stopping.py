@@ -65,6 +65,22 @@ def test_a_limit_that_leaves_no_time_for_a_first_step_is_refused(keys, environme
     assert limit in str(stopping.reason()), "a run that has made progress is saved and ends"
 
 
+def test_a_step_is_saved_when_the_last_checkpoint_is_old():
+    clock = Clock()
+    stopping = Stopping(environment={}, clock=clock)
+    stopping.begin_stage(60.0)
+    for seconds, is_due in ((59, False), (1, True), (30, True)):
+        clock.now += seconds
+        assert stopping.reason() is None and stopping.is_save_due == is_due
+    stopping.note_save()
+    assert not stopping.is_save_due
+    clock.now += 59
+    assert stopping.reason() is None and not stopping.is_save_due
+    stopping.begin_stage(0.0)
+    clock.now += 1e6
+    assert stopping.reason() is None and not stopping.is_save_due, "the stage saves by steps"
+
+
 def test_a_signal_is_kept_and_the_handlers_are_put_back():
     before = signal.getsignal(signal.SIGUSR1)
     with StopSignals() as signals:
