@@ -28,7 +28,6 @@ class MicrobatchPlan:
         tokens: Tokens of the sequences themselves, without any padding.
         slots: Tokens with padding: sequences times padded length (padded and dynamic batching), or `lengths` (packing).
         costs: The costs of the padded sequences, in the unit of the plan's `SequenceCost`.
-        shares_prefixes: Whether microbatches are packs in which sequences share tokens. `slots` has shared tokens once.
     """
 
     sequences: list[list[list[int]]]
@@ -36,7 +35,6 @@ class MicrobatchPlan:
     tokens: list[list[int]]
     slots: list[list[int]]
     costs: list[list[float]]
-    shares_prefixes: bool = False
 
     @property
     def efficiency(self) -> float:

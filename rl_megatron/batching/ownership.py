@@ -155,7 +155,7 @@ def build_rank_microbatches(
         tokens = sum(lengths[index] for index in chain.from_iterable(microbatches) if index < len(lengths))
         computed = sum(round_up(count, layout.sequence_multiple) for count in slots)
         sequences = [[numbers[index] for index in members] for members in microbatches]
-        ranks.append(RankMicrobatches(sequences, widths, tokens, computed, max(slots), plan.shares_prefixes))
+        ranks.append(RankMicrobatches(sequences, widths, tokens, computed, max(slots), planned.shares_prefixes))
     return ranks
 
 

@@ -53,12 +53,14 @@ class LengthPlan:
         plan: Which sequences form which microbatch of which shard.
         tokens: Tokens of all sequences, without padding.
         slots: Tokens that the model computes, padding included, but shared tokens once.
+        shares_prefixes: Whether microbatches are packs in which sequences share tokens.
     """
 
     lengths: list[int]
     plan: MicrobatchPlan
     tokens: int
     slots: int
+    shares_prefixes: bool = False
 
     @property
     def efficiency(self) -> float:
@@ -99,11 +101,13 @@ def plan_lengths(
         raise ConfigError(
             f"train.batching={batching.kind}, train.micro_batch_tokens={batching.tokens}: {error}"
         ) from error
+    trees = None
     if prefixes is not None:
         limit = batching if batching.kind != "padded" else replace(batching, tokens=per_microbatch * width)
-        plan = plan_trees(padded, prefixes, num_shards, _packing_args(limit, layout, group_size, cost), plan)
+        trees = plan_trees(padded, prefixes, num_shards, _packing_args(limit, layout, group_size, cost), plan)
+    plan = trees or plan
     slots = sum(round_up(slots, layout.sequence_multiple) for slots in chain.from_iterable(plan.slots))
-    return LengthPlan(padded, plan, sum(lengths), slots)
+    return LengthPlan(padded, plan, sum(lengths), slots, trees is not None)
 
 
 def _plan_for_layout(

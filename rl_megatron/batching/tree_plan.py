@@ -41,8 +41,8 @@ class _Tree:
 
 def plan_trees(
     lengths: Sequence[int], prefixes: SharedPrefixes, num_shards: int, args: PackingPlanArgs, unshared: MicrobatchPlan
-) -> MicrobatchPlan:
-    """Return the best plan of trees, or `unshared` if trees do not save enough.
+) -> MicrobatchPlan | None:
+    """Return the best plan of trees, or None if trees do not save enough. `slots` has shared tokens once.
 
     Args:
         lengths: The number of tokens of each sequence, and then of each padding sequence.
@@ -53,7 +53,7 @@ def plan_trees(
     """
     sets = _list_sets(len(lengths), prefixes, args.group_size)
     size = max(map(len, sets))
-    best, best_cost = unshared, (1 - _LEAST_GAIN) * _cost_most(unshared)
+    best, best_cost = None, (1 - _LEAST_GAIN) * _cost_most(unshared)
     while size >= 1 and (size > 1 or args.group_size > 1):
         trees = [tree for members in sets for tree in _cut(members, size, lengths, prefixes, args)]
         size //= 2
@@ -117,7 +117,6 @@ def _plan(trees: list[_Tree], lengths: Sequence[int], num_shards: int, args: Pac
         tokens=[[sum(tree.tokens for tree in pack) for pack in shard] for shard in packs],
         slots=slots,
         costs=[[sum(tree.cost for tree in pack) for pack in shard] for shard in packs],
-        shares_prefixes=True,
     )
 
 

@@ -74,7 +74,7 @@ class TrainConfig:
     # Compute the common beginnings of sequences once: the prompt of a group's samples, the past of a trajectory's
     # segments, the prompt of a preference pair. auto: where that saves at least 2 % of the step's FLOPs. Sequences that
     # share tokens are packed, whatever batching is.
-    share_prefixes: Literal["auto", "off"] = "auto"
+    share_prefixes: Literal["auto", "off"] = "off"
     # Compute logits from the last hidden states for one block of tokens at a time (a block's logits are 512 MiB in bf16
     # on a GPU, 32 MiB on a CPU). The full logits tensor never exists, and backward recomputes the blocks. Losses
     # that read whole logits do not use it.
