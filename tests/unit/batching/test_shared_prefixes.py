@@ -20,6 +20,7 @@ from rl_megatron.batching.shared_prefixes import PREFIX_SET, SharedPrefixes, fin
 from rl_megatron.data.batch import BatchedDataDict
 
 LAYOUT = SimpleNamespace(data=1, context=1, sequence_multiple=1)
+COST = SequenceCost(1.0, 0.1)
 
 
 def random_sequences(seed: int) -> tuple[list[list[int]], list[int]]:
@@ -122,10 +123,8 @@ def test_a_batch_knows_what_its_sequences_share_whatever_is_selected_or_joined()
     assert Batch.from_whole(collate(sequences)).prefixes is None
 
 
-def plan(
-    lengths, shared_with_previous, sets, num_shards=1, tokens=64, cost=SequenceCost(1.0, 0.1), kind="packed", **keys
-):
-    """Return the plan of sequences of which each shares tokens with the one before it in its set."""
+def plan(lengths, shared_with_previous, sets, num_shards=1, tokens=64, kind="packed", group_size=1):
+    """Return the plan of sequences of which each shares tokens with the one before it in its set, and what they share."""
     generator = iter(range(1000, 100000))
     sequences: list[list[int]] = []
     for number, (length, shared) in enumerate(zip(lengths, shared_with_previous, strict=True)):
@@ -134,9 +133,7 @@ def plan(
         assert shared == 0 or sets[number] == sets[number - 1]
     batching = Batching(kind, 4, tokens, share_prefixes=True)
     prefixes = find(sequences, sets)
-    return plan_lengths(
-        lengths, max(lengths), batching, LAYOUT, num_shards, cost=cost, prefixes=prefixes, **keys
-    ), prefixes
+    return plan_lengths(lengths, max(lengths), batching, LAYOUT, num_shards, group_size, COST, prefixes), prefixes
 
 
 GROUPS = ([20] * 12, [0, 15, 15, 15] * 3, [0] * 4 + [1] * 4 + [2] * 4)
@@ -156,7 +153,7 @@ def test_groups_stay_together_and_packs_keep_to_their_limit(kind):
 
 
 def test_a_group_is_divided_where_that_balances_ranks():
-    lengths, shared, sets = [40] * 8, [0, *[3] * 7], [0] * 8
+    lengths, shared, sets = [40] * 8, [0, *[10] * 7], [0] * 8
     planned, _ = plan(lengths, shared, sets, num_shards=2, tokens=400)
     assert planned.shares_prefixes
     assert [sum(map(len, shard)) for shard in planned.plan.sequences] == [4, 4]
@@ -165,19 +162,19 @@ def test_a_group_is_divided_where_that_balances_ranks():
 
 def test_a_group_that_does_not_fit_a_pack_is_divided():
     planned, _ = plan([20] * 4, [0, 15, 15, 15], [0] * 4, tokens=26)
-    assert planned.shares_prefixes and [slots for (slots) in planned.plan.slots[0]] == [25, 25]
+    assert planned.shares_prefixes and planned.plan.slots[0] == [25, 25]
 
 
 def test_sequences_without_a_common_beginning_are_planned_as_ever():
     lengths = [20, 13, 7, 20]
     planned, _ = plan(lengths, [0] * 4, [0] * 4)
     assert not planned.shares_prefixes
-    assert planned == plan_lengths(lengths, 20, Batching("packed", 4, 64), LAYOUT, 1, cost=SequenceCost(1.0, 0.1))
+    assert planned == plan_lengths(lengths, 20, Batching("packed", 4, 64), LAYOUT, 1, cost=COST)
 
 
 def test_pairs_stay_in_order_and_share_their_prompt():
     lengths, shared, sets = [20, 18, 16, 20], [0, 12, 0, 12], [0, 0, 1, 1]
-    planned, prefixes = plan(lengths, shared, sets, num_shards=2, tokens=64, group_size=2)
+    planned, _ = plan(lengths, shared, sets, num_shards=2, group_size=2)
     assert planned.shares_prefixes
     assert [list(chain.from_iterable(shard)) for shard in planned.plan.sequences] == [[0, 1], [2, 3]]
 
