@@ -124,7 +124,7 @@ def test_a_batch_knows_what_its_sequences_share_whatever_is_selected_or_joined()
 
 
 def plan(lengths, shared_with_previous, sets, num_shards=1, tokens=64, kind="packed", group_size=1):
-    """Return the plan of sequences of which each shares tokens with the one before it in its set, and what they share."""
+    """Return the plan of sequences, each of which shares tokens with the one before it, and what they share."""
     generator = iter(range(1000, 100000))
     sequences: list[list[int]] = []
     for number, (length, shared) in enumerate(zip(lengths, shared_with_previous, strict=True)):
