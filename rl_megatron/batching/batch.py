@@ -374,8 +374,8 @@ def _take_prefixes(local: BatchedDataDict, lengths: Tensor) -> tuple[BatchedData
     """Return the sequences without `PREFIX_SET`, and what `find_shared_prefixes` returns; {} without that key."""
     if PREFIX_SET not in local:
         return local, {}
-    found = find_shared_prefixes(local, lengths.tolist())
-    return BatchedDataDict({key: value for key, value in local.items() if key != PREFIX_SET}), found
+    prefixes = find_shared_prefixes(local, lengths.tolist())
+    return BatchedDataDict({key: value for key, value in local.items() if key != PREFIX_SET}), prefixes
 
 
 def _count_sequences(

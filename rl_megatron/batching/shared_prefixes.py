@@ -49,16 +49,16 @@ def find_shared_prefixes(batch: Mapping[str, Any], lengths: Sequence[int]) -> di
             continue
         words = {sequence: ids[sequence, : lengths[sequence]].astype(">u4").tobytes() for sequence in sequences}
         sequences.sort(key=words.__getitem__)
-        for before, sequence in zip(sequences, sequences[1:], strict=False):
-            common = min(lengths[before], lengths[sequence])
-            common = _count_equal(ids[before, :common], ids[sequence, :common]) - 1
+        for previous, sequence in zip(sequences, sequences[1:], strict=False):
+            common = min(lengths[previous], lengths[sequence])
+            common = _count_equal(ids[previous, :common], ids[sequence, :common]) - 1
             if common > 0:
                 read = slice(1, common + 1)  # a token's logits are read at the temperature of the next token
-                common = _count_equal(temperatures[before, read], temperatures[sequence, read])
+                common = _count_equal(temperatures[previous, read], temperatures[sequence, read])
             if common > 0 and experts is not None:
-                common = _count_equal(experts[before, :common], experts[sequence, :common])
+                common = _count_equal(experts[previous, :common], experts[sequence, :common])
             if common > 0:
-                neighbours[sequence], shared[sequence] = before - sequence, common
+                neighbours[sequence], shared[sequence] = previous - sequence, common
     return {NEIGHBOUR: torch.from_numpy(neighbours), SHARED: torch.from_numpy(shared)}
 
 
@@ -86,13 +86,13 @@ class SharedPrefixes:
         has_neighbour = self._before >= 0
         after[self._before[has_neighbour]] = numbers[has_neighbour]
         self.chain = np.full(len(offsets), -1)  # the first sequence of each one's set
-        self.place = np.zeros(len(offsets), dtype=np.int64)  # its place in the set
-        current, place = numbers[~has_neighbour], 0
+        self.position = np.zeros(len(offsets), dtype=np.int64)  # its position in the set
+        current, position = numbers[~has_neighbour], 0
         first = current
         while len(current):
-            self.chain[current], self.place[current] = first, place
+            self.chain[current], self.position[current] = first, position
             following = after[current]
-            current, first, place = following[following >= 0], first[following >= 0], place + 1
+            current, first, position = following[following >= 0], first[following >= 0], position + 1
 
     def grow(self, numbers: Sequence[int], lengths: Sequence[int]) -> PrefixTree:
         """Return the tree of some sequences; each sequence of a negative number has tokens of its own only.
@@ -115,23 +115,25 @@ class SharedPrefixes:
 
         def find_place(index: int) -> tuple[int, int]:
             number = numbers[index]
-            return (first_of_set[self._set(number)], int(self.place[number])) if number >= 0 else (len(numbers), index)
+            if number < 0:
+                return len(numbers), index
+            return first_of_set[self._set(number)], int(self.position[number])
 
         first_of_set: dict[int, int] = {}
         for index, number in enumerate(numbers):
             first_of_set.setdefault(self._set(number), index)
         order = sorted(range(len(numbers)), key=find_place)
         pairs = pairwise(numbers[index] for index in order)
-        return order, [0, *(self._count_shared(before, number) for before, number in pairs)]
+        return order, [0, *(self._count_shared(previous, number) for previous, number in pairs)]
 
     def _set(self, number: int) -> int:
         return int(self.chain[number]) if number >= 0 else -1
 
-    def _count_shared(self, before: int, number: int) -> int:
-        if min(before, number) < 0 or self.chain[before] != self.chain[number]:
+    def _count_shared(self, previous: int, number: int) -> int:
+        if min(previous, number) < 0 or self.chain[previous] != self.chain[number]:
             return 0
         least = int(self.shared[number])
-        while (number := int(self._before[number])) != before:
+        while (number := int(self._before[number])) != previous:
             least = min(least, int(self.shared[number]))
         return least
 
@@ -146,10 +148,10 @@ class SharedPrefixes:
         numbers = np.flatnonzero(chosen)
         renumbered = np.cumsum(chosen) - 1
         neighbours, shared = np.zeros((2, len(numbers)), dtype=np.int32)
-        order = numbers[np.lexsort((self.place[numbers], self.chain[numbers]))]
-        for before, number in zip(order, order[1:], strict=False):
-            common = self._count_shared(int(before), int(number))
+        order = numbers[np.lexsort((self.position[numbers], self.chain[numbers]))]
+        for previous, number in zip(order, order[1:], strict=False):
+            common = self._count_shared(int(previous), int(number))
             if common:
-                neighbours[renumbered[number]] = renumbered[before] - renumbered[number]
+                neighbours[renumbered[number]] = renumbered[previous] - renumbered[number]
                 shared[renumbered[number]] = common
         return {NEIGHBOUR: torch.from_numpy(neighbours), SHARED: torch.from_numpy(shared)}

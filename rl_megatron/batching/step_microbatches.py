@@ -46,8 +46,8 @@ def plan_step(
     prefixes = batch.prefixes if batching.share_prefixes else None
     if batch.is_whole:
         lengths = batch.lengths[start:stop].tolist()
-        taken = None if prefixes is None else prefixes.take(np.arange(start, stop))
-        planned = plan_lengths(lengths, batch.width, batching, layout, layout.data, group_size, cost, taken)
+        of_step = None if prefixes is None else prefixes.take(np.arange(start, stop))
+        planned = plan_lengths(lengths, batch.width, batching, layout, layout.data, group_size, cost, of_step)
         ranks = build_rank_microbatches(planned, range(start, stop), lengths, layout)
         return StepPlan(start, stop, batching, group_size, ranks, planned.efficiency, data_rank)
     for step in batch.steps:
@@ -80,7 +80,7 @@ def form_microbatches(batch: Batch, step: StepPlan, microbatches: RankMicrobatch
 
 def _form_tree(batch: Batch, step: StepPlan, numbers: list[int]) -> Microbatch:
     assert batch.prefixes is not None, "a plan shares prefixes only if they are known"
-    lengths = tuple(1 if number == PADDING else max(int(batch.lengths[number]), 1) for number in numbers)
+    lengths = _count_tokens(batch, numbers)
     tree = batch.prefixes.grow(numbers, lengths)
     return Microbatch(batch.take_sequences(numbers, max(lengths), step.start), lengths, tree)
 
@@ -90,5 +90,10 @@ def _form_microbatch(batch: Batch, step: StepPlan, numbers: list[int], width: in
         return Microbatch(batch.take_sequences(numbers, None, step.start))
     if step.batching.kind == "dynamic":
         return Microbatch(batch.take_sequences(numbers, width, step.start))
-    lengths = tuple(1 if number == PADDING else max(int(batch.lengths[number]), 1) for number in numbers)
+    lengths = _count_tokens(batch, numbers)
     return Microbatch(batch.take_sequences(numbers, max(lengths), step.start), lengths)
+
+
+def _count_tokens(batch: Batch, numbers: list[int]) -> tuple[int, ...]:
+    """Return the number of tokens of each sequence in a pack."""
+    return tuple(1 if number == PADDING else max(int(batch.lengths[number]), 1) for number in numbers)

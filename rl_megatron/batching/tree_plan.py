@@ -74,7 +74,7 @@ def _list_sets(num_sequences: int, prefixes: SharedPrefixes, group_size: int) ->
         sets.setdefault(set_, []).append(list(range(first, first + group_size)))
     for groups in sets.values():
         if len(groups) > 1:
-            groups.sort(key=lambda group: prefixes.place[group[0]])
+            groups.sort(key=lambda group: prefixes.position[group[0]])
     return list(sets.values())
 
 
@@ -98,13 +98,13 @@ def _grow(sequences: list[int], lengths: Sequence[int], prefixes: SharedPrefixes
     """Return the tree of sequences."""
     num_real = len(prefixes.shared)
     order, shared = prefixes.arrange([index if index < num_real else -1 for index in sequences])
-    own = [lengths[sequences[index]] for index in order]
+    own_lengths = [lengths[sequences[index]] for index in order]
     multiple = args.sequence_length_pad_multiple
-    slots = sum(own) - sum(shared)
+    slots = sum(own_lengths) - sum(shared)
     if multiple > 1:
-        slots = sum(round_up(segment.length, multiple) for segment in PrefixTree.build(own, shared).segments)
-    cost = sum(map(args.cost, own)) - sum(map(args.cost, shared))
-    return _Tree(sequences, sum(own), slots, cost)
+        slots = sum(round_up(segment.length, multiple) for segment in PrefixTree.build(own_lengths, shared).segments)
+    cost = sum(map(args.cost, own_lengths)) - sum(map(args.cost, shared))
+    return _Tree(sequences, sum(own_lengths), slots, cost)
 
 
 def _plan(trees: list[_Tree], lengths: Sequence[int], num_shards: int, args: PackingPlanArgs) -> MicrobatchPlan:

@@ -12,7 +12,7 @@ _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _GPU = torch.ops.aten._scaled_dot_product_efficient_attention
 _GPU_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-_GPU_ROWS = 32  # the GPU's kernel pads log-sum-exps to a multiple of it
+_GPU_MULTIPLE = 32  # a GPU's kernel pads log-sum-exps to a multiple of it
 
 
 def flash_attends_last(query: Tensor, value: Tensor) -> bool:
@@ -129,7 +129,7 @@ def attend_backward(
         return for_query, for_key, for_value
     if bias is not None:
         bias = bias.expand(query.size(0), query.size(1), query.size(2), key.size(2))
-    padded = pad(log_sum, (0, -log_sum.size(-1) % _GPU_ROWS), value=torch.inf)
+    padded = pad(log_sum, (0, -log_sum.size(-1) % _GPU_MULTIPLE), value=torch.inf)
     return _GPU_BACKWARD(
         gradient, query, key, value, bias, output, padded, *random, 0.0, [True, True, True, False], is_causal,
         scale=scale,
