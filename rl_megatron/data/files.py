@@ -270,7 +270,13 @@ def load_text(file: Path, heldout_fraction: float = 0.05) -> tuple[str, str]:
 
 
 def split_heldout(
-    items: Sequence[ItemT], heldout_fraction: float, wanted: int = 0, size: Callable[[ItemT], int] = lambda item: 1
+    items: Sequence[ItemT],
+    heldout_fraction: float,
+    wanted: int = 0,
+    size: Callable[[ItemT], int] = lambda item: 1,
+    *,
+    source: str = "the data",
+    asked: str = "data.num_eval_examples",
 ) -> tuple[list[ItemT], list[ItemT]]:
     """Return the (training, held-out) items, both in their original order.
 
@@ -282,6 +288,8 @@ def split_heldout(
         heldout_fraction: The share of the items that is held out.
         wanted: The number of records that evaluation asks for, `data.num_eval_examples`; 0 if it uses any number.
         size: Returns the number of records of an item.
+        source: The name of the data in messages.
+        asked: The setting of `wanted` in messages, with its value.
     """
     check_fraction(heldout_fraction)
     if heldout_fraction == 0:
@@ -293,10 +301,11 @@ def split_heldout(
         held += size(items[order[num_heldout]])
         num_heldout += 1
     if num_heldout >= len(items):
-        remedy = "lower the fraction" if num_heldout == by_fraction else "lower data.num_eval_examples"
-        raise ValueError(
-            f"holding {num_heldout} of {len(items)} items out (fraction {heldout_fraction}) leaves nothing to train "
-            f"on: {remedy}, or provide more data."
+        setting = f"data.heldout_fraction={heldout_fraction}" if num_heldout == by_fraction else asked
+        num_records = sum(map(size, items))
+        raise ConfigError(
+            f"{setting} leaves nothing to train on: {source} has {num_records} record{'s' if num_records > 1 else ''}; "
+            "lower it, provide more records, or set data.eval_path to other data"
         )
     if num_heldout > by_fraction:
         log.once(
