@@ -127,6 +127,26 @@ def test_errors_of_hydra_are_one_line(refused, arguments, words):
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["algorithm=grpo", "loss.name=gspo"],
+            ["no loss 'gspo'; for GSPO, set algorithm=grpo loss=clipped_pg "],
+        ),
+        (["algorithm=grpo", "loss=dr_grpo"], ["for Dr. GRPO, set algorithm=grpo", " algorithm.normalize_std=false "]),
+        (["algorithm=dapo"], ["for DAPO, set algorithm=grpo", "algorithm.dynamic_sampling=true"]),
+        (["algorithm=grpo", "algorithm.name=rloo"], ["no algorithm 'rloo'; for RLOO, set algorithm=grpo"]),
+        (["algorithm=grpo", "algorithm.advantage_estimator=REINFORCE++"], ["for REINFORCE++, set algorithm=grpo"]),
+        (["algorithm=gppo"], ["did you mean 'ppo'? Known: distillation, dpo, grpo, "]),
+        (["algorithm=grpo", "loss.name=clipped"], ["did you mean 'clipped_pg'? Known: clipped_pg, cpo, "]),
+    ],
+)
+def test_the_name_of_a_published_method_is_answered_by_its_settings(refused, arguments, words):
+    message = refused(*arguments)
+    assert all(word in message for word in words), message
+
+
 def test_a_mistyped_key_of_the_critic_names_the_nearest(refused):
     message = refused("algorithm=ppo", "algorithm.critic_optimizer.wamup_steps=3")
     assert "unknown key 'algorithm.critic_optimizer.wamup_steps'" in message
