@@ -71,6 +71,15 @@ def test_a_key_of_peft_that_is_not_supported_is_named(refused, three, where):
     assert f"unknown key '{where}peft.bias'; biases are not trained beside an adapter; leave the key out" in message
 
 
+@pytest.mark.parametrize(("key", "algorithm"), [("generation.vllm", "grpo"), ("data.columns", "sft")])
+def test_null_for_a_mapping_is_answered_with_the_override_that_works(refused, three, key, algorithm):
+    assert f"; leave it out for the default, or delete a value: '~{key}'" in refused(
+        f"algorithm={algorithm}", f"{key}=null"
+    )
+    assert load_config([f"algorithm={algorithm}", "data=arithmetic", f"~{key}"])
+    assert refused(*three, f"stages.sft.{key}=null").endswith("; leave it out for the default")
+
+
 def test_a_stage_of_a_run_without_stages_is_refused(refused):
     message = refused("stages.sft.train.steps=3")
     assert "stages.sft.train.steps=3" in message and "leave stages.NAME out" in message
