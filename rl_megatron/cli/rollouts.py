@@ -78,7 +78,7 @@ def _list_parts(row: dict[str, Any]) -> list[tuple[str, str]]:
     parts = row.get("turn_texts") or []
     if len(parts) < 2:
         return [("completion", row["completion"])]
-    return [("answer" if part["turn"] is None else f"turn {part['turn'] + 1}", part["text"]) for part in parts]
+    return [("answer" if part["turn"] is None else f"turn {part['turn'] + 1}", part["content"]) for part in parts]
 
 
 def _build_panel(row: dict[str, Any]) -> Panel:

@@ -29,6 +29,7 @@ _DATA_FILE = re.compile(r"(?P<split>.+?)(?P<part>-\d+(-of-\d+)?)?(?P<suffix>\.(j
 _JSON = (".jsonl", ".ndjson", ".json")
 _GLOB = re.compile(r"[*?\[]")
 _NUM_NAMES_SHOWN = 10
+UNNAMED = ("the data", "data.num_eval_examples")  # the names for `split_heldout` if no section is known
 
 PathLike = str | os.PathLike[str]
 
@@ -274,9 +275,7 @@ def split_heldout(
     heldout_fraction: float,
     wanted: int = 0,
     size: Callable[[ItemT], int] = lambda item: 1,
-    *,
-    source: str = "the data",
-    asked: str = "data.num_eval_examples",
+    names: tuple[str, str] = UNNAMED,
 ) -> tuple[list[ItemT], list[ItemT]]:
     """Return the (training, held-out) items, both in their original order.
 
@@ -288,8 +287,7 @@ def split_heldout(
         heldout_fraction: The share of the items that is held out.
         wanted: The number of records that evaluation asks for, `data.num_eval_examples`; 0 if it uses any number.
         size: Returns the number of records of an item.
-        source: The name of the data in messages.
-        asked: The setting of `wanted` in messages, with its value.
+        names: The names, in messages, of the data and of the setting of `wanted`.
     """
     check_fraction(heldout_fraction)
     if heldout_fraction == 0:
@@ -301,6 +299,7 @@ def split_heldout(
         held += size(items[order[num_heldout]])
         num_heldout += 1
     if num_heldout >= len(items):
+        source, asked = names
         setting = f"data.heldout_fraction={heldout_fraction}" if num_heldout == by_fraction else asked
         num_records = sum(map(size, items))
         raise ConfigError(

@@ -136,7 +136,7 @@ def _decode_turns(batch: BatchedDataDict, number: int, tokenizer: Tokenizer) -> 
     for turn, tokens in groupby(batch[TURN][number, start:length].tolist()):
         end = start + len(list(tokens))
         text = tokenizer.decode(batch["input_ids"][number, start:end].tolist())
-        yield {"turn": turn if turn >= 0 else None, "text": text}
+        yield {"turn": turn if turn >= 0 else None, "content": text}
         start = end
 
 

@@ -82,7 +82,7 @@ def _build_schema() -> Any:
             *((name, arrow.int32()) for name in ("step", "round", "number", "trajectory", "group")),
             ("is_learned_from", arrow.bool_()),
             *((name, arrow.string()) for name in ("location", "data_set", "prompt", "completion")),
-            (TURN_TEXTS, arrow.list_(arrow.struct([("turn", arrow.int32()), ("text", arrow.string())]))),
+            (TURN_TEXTS, arrow.list_(arrow.struct([("turn", arrow.int32()), ("content", arrow.string())]))),
             *((column, arrow.type_for_alias(dtype)) for column, dtype in NUMBERS.items()),
             ("age", arrow.int64()),
             ("ids", arrow.list_(arrow.int32())),

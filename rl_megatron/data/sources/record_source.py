@@ -103,24 +103,22 @@ class RecordSource(DataSource[ConfigT]):
         """Return the (training, held-out) records; if `heldout` is None, a fixed part of `train` is held out."""
         if heldout is not None:
             return train, heldout
-        return split_heldout(train, self.data.heldout_fraction, self.num_asked_for, **self._names())
+        return split_heldout(train, self.data.heldout_fraction, self.num_asked_for, names=self._names())
 
     def split_by_prompt(self, train: list[Record]) -> tuple[list[Record], list[Record]]:
         """Return the (training, held-out) records of `train`. All records of a prompt are in the same part."""
         fraction, template = self.data.heldout_fraction, self.data.prompt_template
-        return split_by_prompt(train, fraction, template, self.num_asked_for, **self._names())
+        return split_by_prompt(train, fraction, template, self.num_asked_for, self._names())
 
     @property
     def num_asked_for(self) -> int:
         """Return how many held-out records evaluation asks for, or 0 if `data.num_eval_examples` is not set."""
         return self.data.num_eval_examples or 0
 
-    def _names(self) -> dict[str, str]:
-        """Return what an error of `split_heldout` names: the data, and the setting that holds records out."""
-        return {
-            "source": find_parts(self.data, self.plain, self.alone).train.name,
-            "asked": f"data.num_eval_examples={self.data.num_eval_examples}",
-        }
+    def _names(self) -> tuple[str, str]:
+        """Return the names of the data and of the setting that holds records out, with its value, for messages."""
+        name = find_parts(self.data, self.plain, self.alone).train.name
+        return name, f"data.num_eval_examples={self.data.num_eval_examples}"
 
     @property
     def _num_heldout(self) -> int:

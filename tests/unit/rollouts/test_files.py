@@ -126,7 +126,7 @@ def test_turns_are_shown_one_by_one(tmp_path, capsys):
     keys = {"trajectory": torch.arange(3), "turn_rewards": torch.zeros(drawn.rollouts["input_ids"].shape)}
     drawn.rollouts.update(keys)
     texts = [row["turn_texts"] for row in written(tmp_path, drawn, {})]
-    assert texts[1] == [{"turn": 0, "text": "fo"}, {"turn": None, "text": "u"}, {"turn": 1, "text": "r"}]
+    assert texts[1] == [{"turn": 0, "content": "fo"}, {"turn": None, "content": "u"}, {"turn": 1, "content": "r"}]
     assert main(["rollouts", str(tmp_path / "files"), "--prompt", "2+2"]) == 0
     lines = [line.strip("│ \n").split() for line in capsys.readouterr().out.splitlines()]
     parts = [["turn", "1", "fo"], ["answer", "u"], ["turn", "2", "r"], ["completion", "44"]]
