@@ -18,6 +18,7 @@ import pytest
 from docs import generate_losses
 from rl_megatron.config.generation import GenerationConfig
 from rl_megatron.config.loading.load import load_config
+from rl_megatron.config.recipes import RECIPES as METHODS
 from rl_megatron.generation.logprob_check import LIMITS
 from rl_megatron.losses import LOSSES, NLLLoss, build_loss
 from rl_megatron.losses.registry import configured_loss
@@ -139,6 +140,15 @@ def test_a_recipe_loads_and_its_loss_suits_its_algorithm(name):
     defaults = build_loss(stage.loss["name"]).cfg
     for key in re.findall(r"loss\.(\w+)=", RECIPES[name].overrides):
         assert getattr(loss.cfg, key) == stage.loss[key] != getattr(defaults, key), key
+
+
+def test_the_settings_of_a_method_in_messages_are_those_of_its_recipe():
+    for name, overrides in METHODS.items():
+        ours, documented = (shlex.split(text) for text in (overrides, RECIPES[name].overrides))
+        added = ("data", "reward.functions", "train.")
+        assert [override for override in ours if override != "loss=clipped_pg"] == [
+            override for override in documented if not override.startswith(added)
+        ], name
 
 
 def test_the_recipes_differ():

@@ -66,6 +66,7 @@ OTHER_MEANINGS = {
         for module in ("rl_megatron", "rl_megatron.api.train")
         for name in ("dpo", "grpo", "sft")
     },
+    **{("rl_megatron.config.recipes", name): "settings of a published method" for name in ("dpo", "grpo", "ppo")},
     **{("rl_megatron.algorithms", name): "the module in __all__" for name in ALGORITHMS},
     **{
         (f"rl_megatron.config.migration.{module}", name): "a key of another library, or its value in an experiment"

@@ -92,7 +92,20 @@ def grpo(
     output_dir: str | os.PathLike[str],
     **settings: Any,
 ) -> TrainingResult:
-    """Train a language model by GRPO on prompts, with reward functions. The arguments are those of `train`."""
+    """Train a language model by GRPO on prompts, with reward functions. The arguments are those of `train`.
+
+    These are the settings that most calls choose, with common values for a model of some billion parameters:
+
+        algorithm={"prompts_per_step": 32, "samples_per_prompt": 8},
+        generation={"max_new_tokens": 512, "temperature": 1.0},
+        optimizer={"lr": 1e-6},
+        loss={"ratio_clip_max": 0.28, "reference_policy_kl_penalty": 0.0},
+        train={"steps": 200, "global_batch_size": 256, "micro_batch_tokens": 8192, "eval_every": 20},
+        parallel={"tensor": 2},
+        precision="bf16",
+
+    docs/reference/configuration.md describes all settings, and docs/losses.md those of DAPO, GSPO and other methods.
+    """
     return train("grpo", model=model, data=data, rewards=rewards, output_dir=output_dir, **settings)
 
 

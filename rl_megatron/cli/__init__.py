@@ -94,11 +94,11 @@ def _run_with_configuration(parsed: argparse.Namespace) -> int:
         from rl_megatron.cli.evaluate import add_weights
 
         parsed.overrides = add_weights(parsed.weights, parsed.overrides)
-    if parsed.command in ("generate", "eval"):
+    if parsed.command in ("generate", "eval", "plan"):
         from rl_megatron.cli.generate import prepare_run, read_model
 
         config = load_config(parsed.overrides, parsed.config_dir, parsed.config_name, read_model=read_model)
-        config = prepare_run(config, parsed)
+        config = config if parsed.command == "plan" else prepare_run(config, parsed)
     else:
         config = load_config(parsed.overrides, parsed.config_dir, parsed.config_name)
     if parsed.command == "train":

@@ -36,7 +36,7 @@ def check_early(config: RunConfig) -> None:
     check_data(config)
     check_replays(config)
     for stage in config.stages.values():
-        check_rewards(stage, loads=int(os.environ.get("WORLD_SIZE", "1")) == 1)
+        convert_errors(lambda stage=stage: check_rewards(stage, loads=int(os.environ.get("WORLD_SIZE", "1")) == 1))
 
 
 def check_layout(config: RunConfig) -> None:

@@ -20,6 +20,7 @@ from rl_megatron.log import escape_controls
 _WIDTH = 160
 _COLUMNS = (
     "step", "round", "number", "group", "reward", "stopped", "is_learned_from", "age", "prompt", "completion",
+    "turn_texts",
 )  # fmt: skip
 
 
@@ -72,12 +73,21 @@ def _choose_rows(files: list[Path], options: argparse.Namespace) -> Iterator[dic
                 yield row
 
 
+def _list_parts(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the label and the text of the completion or, with several turns, of each turn and each answer to one."""
+    parts = row.get("turn_texts") or []
+    if len(parts) < 2:
+        return [("completion", row["completion"])]
+    return [("answer" if part["turn"] is None else f"turn {part['turn'] + 1}", part["content"]) for part in parts]
+
+
 def _build_panel(row: dict[str, Any]) -> Panel:
     facts = Table(show_header=False, box=None, padding=(0, 1, 0, 0))
     facts.add_column(style="bold", no_wrap=True)
     facts.add_column(overflow="fold")
     facts.add_row("prompt", Text(escape_controls(row["prompt"].strip("\n"))))
-    facts.add_row("completion", Text(escape_controls(row["completion"].strip("\n"))))
+    for label, text in _list_parts(row):
+        facts.add_row(label, Text(escape_controls(text.strip("\n"))))
     title = f"step {row['step']}, prompt {row['group']}, sample {row['number']}: reward {row['reward']:g}"
     notes = [
         *([] if row["stopped"] else ["truncated"]),

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.import_strings import is_import_string, load_object
 from rl_megatron.config.loading.registry import Registry
+from rl_megatron.config.recipes import suggest_method
 
 OPTIONS = {"leave_one_out": False, "normalize_std": True}  # keys of the algorithm section, with their defaults
 _OPTIONAL = frozenset({"token_rewards", "component_rewards", "rollouts", *OPTIONS})
@@ -49,7 +50,7 @@ ESTIMATORS.register("optimal_baseline")(Estimator(frozenset(), 2))
 def check_estimator_name(name: str) -> str:
     """Return `name` if it is a declared estimator or an import string; raise ValueError otherwise."""
     if name not in ESTIMATORS and not is_import_string(name):
-        raise ValueError(f"there is no advantage estimator {name!r}{nearest(name, ESTIMATORS)}")
+        raise ValueError(f"there is no advantage estimator {name!r}{suggest_method(name, ESTIMATORS)}")
     return name
 
 

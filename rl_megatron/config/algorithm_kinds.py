@@ -108,6 +108,8 @@ class RolloutConfig(AlgorithmConfig):
         size = min(train.global_batch_size, learned)
         steps, rest = math.ceil(learned / size), learned % size
         text = f"{learned} completions a rollout step, {steps} optimizer step{'s' * (steps > 1)} of {size}"
+        if train.global_batch_size > learned:
+            text += f", because train.global_batch_size={train.global_batch_size} exceeds a rollout step's completions"
         return f"{text}, the last of {rest}" if rest else text
 
     def check(self, stage: StageConfig) -> None:

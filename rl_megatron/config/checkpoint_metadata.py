@@ -22,6 +22,7 @@ MANIFEST = "manifest.json"
 FORMAT = 2  # increased when an earlier checkpoint would be read wrongly (docs/versions.md)
 # Directory with the Hugging Face files except the weights, in an imported checkpoint or in a run that began with one.
 HUGGING_FACE = "hugging_face"
+_NAME_ONE = "; name the directory of a checkpoint, as in outputs/RUN/checkpoints/STAGE/step-000100"
 _LISTED = 6  # checkpoints that a message lists
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # a tokenizer's directory has one of these
 
@@ -83,7 +84,7 @@ def describe_missing_checkpoint(path: Path, as_written: Callable[[str], str] = s
     `as_written` turns a checkpoint's path into what the user should write.
     """
     if not path.exists():
-        return f"does not exist{explain_download(path, as_written)}"
+        return f"does not exist{explain_download(path, as_written) or _NAME_ONE}"
     if (path / "config.json").is_file():
         converted = f"checkpoints/{path.resolve().name}"
         conversion = format_command("convert", "import", str(path), converted)

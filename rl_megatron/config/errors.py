@@ -49,17 +49,18 @@ def shorten_value(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
-def nearest(name: object, choices: Iterable[str]) -> str:
+def nearest(name: object, choices: Iterable[str], *, lists_all: bool = False) -> str:
     """Return the end of a message about an unknown name: the nearest known name, or a list of the known names.
 
-    A short list is added to the nearest name, too. `name` may be of any type, because users write it.
+    A short list is added to the nearest name, too, and with `lists_all` any list. `name` may be of any type, because
+    users write it.
     """
     choices = sorted(choices)
     close = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.5)
     names = ", ".join(choices) or "none"
     if not close:
         return f"; known: {names}"
-    return f"; did you mean {close[0]!r}?" + (f" Known: {names}" if len(choices) <= _SHORT_LIST else "")
+    return f"; did you mean {close[0]!r}?" + (f" Known: {names}" if lists_all or len(choices) <= _SHORT_LIST else "")
 
 
 def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ValueError:

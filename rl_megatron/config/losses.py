@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_megatron.config.clipped_pg import ClippedPGLossConfig
-from rl_megatron.config.errors import ConfigError, nearest
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.import_strings import is_import_string, load_object
 from rl_megatron.config.loading.settings import (
     LOSS_SETTINGS,
@@ -20,6 +20,7 @@ from rl_megatron.config.loading.settings import (
     parse_settings,
     register_loss_settings,
 )
+from rl_megatron.config.recipes import suggest_method
 
 __all__ = [
     "LOSS_SETTINGS",
@@ -50,7 +51,7 @@ def check_loss_settings(section: Mapping[str, Any], where: str = "loss") -> None
     if name not in LOSS_SETTINGS:
         if name not in LOSSES:
             names = {*LOSSES, *LOSS_SETTINGS}
-            raise ConfigError(f"{where}.name={name!r}: there is no loss {name!r}{nearest(str(name), names)}")
+            raise ConfigError(f"{where}.name={name!r}: there is no loss {name!r}{suggest_method(str(name), names)}")
         return
     try:
         parse_settings(LOSS_SETTINGS[name], {key: value for key, value in section.items() if key != "name"})

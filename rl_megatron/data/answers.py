@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rl_megatron import log
 from rl_megatron.config.errors import nearest
 from rl_megatron.data.conversations import is_conversation, read_preference, read_prompt
-from rl_megatron.data.files import split_heldout
+from rl_megatron.data.files import UNNAMED, split_heldout
 from rl_megatron.data.plain_text import SIDES, PlainText
 from rl_megatron.data.records import NothingLeft, Record
 
@@ -29,18 +29,22 @@ _PAIR, _GRADED = "a pair", "graded solutions"  # the forms of a record
 
 
 def split_by_prompt(
-    records: Sequence[Record], heldout_fraction: float, prompt_template: str | None, wanted: int = 0
+    records: Sequence[Record],
+    heldout_fraction: float,
+    prompt_template: str | None,
+    wanted: int = 0,
+    names: tuple[str, str] = UNNAMED,
 ) -> tuple[list[Record], list[Record]]:
     """Return the (training, held-out) pairs or single answers. All records of a prompt are in the same part.
 
     `heldout_fraction` of the prompts is held out, and more prompts until the held-out ones have `wanted` records. The
-    choice depends on the records, but not on the run's seed.
+    choice depends on the records, but not on the run's seed. `split_heldout` describes `names`.
     """
     texts = PlainText(prompt_template)
     by_prompt: dict[str, list[Record]] = {}
     for record in records:
         by_prompt.setdefault(_identify_prompt(record, texts), []).append(record)
-    train, heldout = split_heldout(list(by_prompt.values()), heldout_fraction, wanted, len)
+    train, heldout = split_heldout(list(by_prompt.values()), heldout_fraction, wanted, len, names)
     return [record for group in train for record in group], [record for group in heldout for record in group]
 
 

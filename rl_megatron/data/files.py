@@ -29,6 +29,7 @@ _DATA_FILE = re.compile(r"(?P<split>.+?)(?P<part>-\d+(-of-\d+)?)?(?P<suffix>\.(j
 _JSON = (".jsonl", ".ndjson", ".json")
 _GLOB = re.compile(r"[*?\[]")
 _NUM_NAMES_SHOWN = 10
+UNNAMED = ("the data", "data.num_eval_examples")  # the names for `split_heldout` if no section is known
 
 PathLike = str | os.PathLike[str]
 
@@ -270,7 +271,11 @@ def load_text(file: Path, heldout_fraction: float = 0.05) -> tuple[str, str]:
 
 
 def split_heldout(
-    items: Sequence[ItemT], heldout_fraction: float, wanted: int = 0, size: Callable[[ItemT], int] = lambda item: 1
+    items: Sequence[ItemT],
+    heldout_fraction: float,
+    wanted: int = 0,
+    size: Callable[[ItemT], int] = lambda item: 1,
+    names: tuple[str, str] = UNNAMED,
 ) -> tuple[list[ItemT], list[ItemT]]:
     """Return the (training, held-out) items, both in their original order.
 
@@ -282,6 +287,7 @@ def split_heldout(
         heldout_fraction: The share of the items that is held out.
         wanted: The number of records that evaluation asks for, `data.num_eval_examples`; 0 if it uses any number.
         size: Returns the number of records of an item.
+        names: The names, in messages, of the data and of the setting of `wanted`.
     """
     check_fraction(heldout_fraction)
     if heldout_fraction == 0:
@@ -293,10 +299,12 @@ def split_heldout(
         held += size(items[order[num_heldout]])
         num_heldout += 1
     if num_heldout >= len(items):
-        remedy = "lower the fraction" if num_heldout == by_fraction else "lower data.num_eval_examples"
-        raise ValueError(
-            f"holding {num_heldout} of {len(items)} items out (fraction {heldout_fraction}) leaves nothing to train "
-            f"on: {remedy}, or provide more data."
+        source, asked = names
+        setting = f"data.heldout_fraction={heldout_fraction}" if num_heldout == by_fraction else asked
+        num_records = sum(map(size, items))
+        raise ConfigError(
+            f"{setting} leaves nothing to train on: {source} has {num_records} record{'s' if num_records > 1 else ''}; "
+            "lower it, provide more records, or set data.eval_path to other data"
         )
     if num_heldout > by_fraction:
         log.once(

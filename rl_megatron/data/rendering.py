@@ -163,9 +163,11 @@ class Renderer:
             else:
                 check_plain(data, "data.format=auto and records without messages")
                 if self.tokenizer.chat_templates:
+                    file = record.location.rpartition(":")[0] or data.path or data.dataset_name or data.source
                     log.once(
-                        "the records are not conversations, so prompts are plain text without the tokenizer's chat "
-                        "template, which a chat model needs; data.format=chat uses it, data.format=plain confirms this"
+                        f"{file}: the records are not conversations, so prompts are plain text without the tokenizer's "
+                        "chat template, which a chat model needs; data.format=chat uses it, data.format=plain confirms "
+                        "this"
                     )
         if self.format == CHAT and has_messages:
             for key in ("prompt_template", "answer_template"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rl_megatron.config.rollout import TurnSampling
 from rl_megatron.data.chat_template import ChatTemplate
@@ -15,11 +15,9 @@ from rl_megatron.rollouts.client import RolloutClient
 from rl_megatron.rollouts.environment import read_observation
 from rl_megatron.rollouts.environments import Environment, Environments
 from rl_megatron.rollouts.history import History
+from rl_megatron.rollouts.tools.calls import FoundCall, explain_cut
 from rl_megatron.rollouts.trajectory import HistoryFull, Trajectory
 from rl_megatron.rollouts.worker import register_rollout_worker
-
-if TYPE_CHECKING:
-    from rl_megatron.rollouts.tools.calls import FoundCall
 
 
 class Tools(Protocol):
@@ -114,8 +112,9 @@ class Conversation:
         """Let the policy take turns until something ends the trajectory."""
         collected, truncated, stop = dict(metadata), False, None
         for turn in range(self._max_turns):
+            used = self._choose_sampling(client, sampling, turn, stop)
             try:
-                completion = await history.complete(self._choose_sampling(client, sampling, turn, stop))
+                completion = await history.complete(used)
             except HistoryFull:
                 if not history.num_turns:
                     raise
@@ -124,6 +123,8 @@ class Conversation:
             text, stop = history.messages[-1]["content"], None
             was_cut = completion.reason != "stop"
             if tools is not None and (calls := tools.find_calls(text)):
+                if completion.reason == "length":
+                    calls = explain_cut(calls, self._name_limit(turn, len(completion.ids), used.max_new_tokens))
                 messages, ends = await tools.answer(calls)
                 was_cut = was_cut or ends  # because the policy has not answered yet
             elif environment is not None:
@@ -144,6 +145,13 @@ class Conversation:
         if tools is not None:
             collected |= tools.counts
         return history.trajectory(truncated=truncated, metadata=collected)
+
+    def _name_limit(self, turn: int, num_tokens: int, max_new_tokens: int) -> str:
+        """Return the setting at which turn `turn` was cut after `num_tokens` tokens, with its value."""
+        if num_tokens < max_new_tokens:
+            return "a limit of the trajectory, rollout.max_tokens or rollout.max_sampled_tokens"
+        is_own = bool(self._turns) and self._turns[min(turn, len(self._turns) - 1)].max_new_tokens is not None
+        return f"{'rollout.turn_sampling' if is_own else 'generation'}.max_new_tokens={max_new_tokens}"
 
     def _choose_sampling(
         self, client: RolloutClient, sampling: Sampling, turn: int, stop: Sequence[str] | None

@@ -22,7 +22,7 @@ from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
 from rl_megatron.data.tokenizer import Tokenizer
 from rl_megatron.rollouts.batch import TURN, TURN_REWARDS, build_component_keys
-from rl_megatron.rollouts.rows import NUMBERS
+from rl_megatron.rollouts.rows import NUMBERS, TURN_TEXTS
 
 # Numeric columns -> keys of a batch.
 _KEYS = {column: column for column in NUMBERS} | {
@@ -89,6 +89,7 @@ def build_rows(
             "data_set": draw.prompts[owner].data_set,
             "prompt": tokenizer.decode(ids[:start].tolist()),
             "completion": tokenizer.decode(ids[start:].tolist()),
+            TURN_TEXTS: list(_decode_turns(batch, number, tokenizer)) if TURN in batch else None,
             "age": newest_version - int(batch["weight_version"][number]),
             "ids": ids.tolist(),
             "sampled": sampled.tolist(),
@@ -126,6 +127,16 @@ def _find_turns(batch: BatchedDataDict, number: int) -> Iterator[dict[str, objec
         end = start + len(list(tokens))
         if turn >= 0:
             yield {"turn": turn, "start": start, "end": end, "reward": batch[TURN_REWARDS][number, end - 1].item()}
+        start = end
+
+
+def _decode_turns(batch: BatchedDataDict, number: int, tokenizer: Tokenizer) -> Iterator[dict[str, object]]:
+    """Yield the texts of a sequence after its prompt: of each turn, and of what an environment or tools answered."""
+    start, length = int(batch["prompt_lengths"][number]), int(batch["input_lengths"][number])
+    for turn, tokens in groupby(batch[TURN][number, start:length].tolist()):
+        end = start + len(list(tokens))
+        text = tokenizer.decode(batch["input_ids"][number, start:end].tolist())
+        yield {"turn": turn if turn >= 0 else None, "content": text}
         start = end
 
 

@@ -24,6 +24,7 @@ NUMBERS = {
     "top_p": "float32",
     "weight_version": "int64",
 }
+TURN_TEXTS = "turn_texts"  # a column that files of earlier versions lack
 
 
 def rollout_file(directory: Path, step: int) -> Path:
@@ -54,15 +55,16 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rows of the file of a step, with all columns or only with `columns`."""
+    """Return the rows of the file of a step, with all columns or only with those of `columns` that it has."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         names = pyarrow.parquet.read_schema(path).names
-        if missing := [name for name in _build_schema().names if name not in names]:
+        if missing := [name for name in _build_schema().names if name not in (*names, TURN_TEXTS)]:
             raise ConfigError(f"{path} is not a file of rollouts: it has no column {missing[0]}")
-        return pyarrow.parquet.read_table(path, columns=columns and list(columns)).to_pylist()
+        chosen = columns and [name for name in columns if name in names]
+        return pyarrow.parquet.read_table(path, columns=chosen).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{path} cannot be read as a file of rollouts: {error}") from error
 
@@ -80,6 +82,7 @@ def _build_schema() -> Any:
             *((name, arrow.int32()) for name in ("step", "round", "number", "trajectory", "group")),
             ("is_learned_from", arrow.bool_()),
             *((name, arrow.string()) for name in ("location", "data_set", "prompt", "completion")),
+            (TURN_TEXTS, arrow.list_(arrow.struct([("turn", arrow.int32()), ("content", arrow.string())]))),
             *((column, arrow.type_for_alias(dtype)) for column, dtype in NUMBERS.items()),
             ("age", arrow.int64()),
             ("ids", arrow.list_(arrow.int32())),

@@ -89,6 +89,7 @@ class Stage(Loop):
         self._resumed_state.add("schedule", _Schedules(self.models))
         self._anomalies = Anomalies(self.config.train)
         self._desync = DesyncCheck(self.config.train.desync_check_every)
+        self._most_informative: float | None = None  # the largest `informative_groups` of this start's steps
         self._batch: Batch | None = None  # the policy's training batch of the current step
         self._file_digests = digest_files(self.config)  # now, because the files are read now
         self.timer.observer = self._enter
@@ -136,6 +137,7 @@ class Stage(Loop):
                 if last:
                     with self.timer.phase("save"):
                         self.checkpointer.exporter.wait()
+                    self._warn_of_equal_groups()
                     return
                 self._stop_if_asked(step, is_saved=is_saved)
         finally:
@@ -205,11 +207,23 @@ class Stage(Loop):
         if self.profiler is not None:
             self.profiler.end()
         self.metrics_logger.record(step, report | ({} if self.meter is None else self.meter.metrics()))
+        if (informative := report.get("informative_groups")) is not None:
+            self._most_informative = max(informative, self._most_informative or 0.0)
         batch, self._batch = self._batch, None
         rewards = None if batch is None else batch.facts.get("rewards")
         for anomaly in self._anomalies.check_step(step, report, rewards):
             if log.is_main_rank() and batch is not None:
                 self._warn(step, anomaly, batch)
+
+    def _warn_of_equal_groups(self) -> None:
+        """Warn if no group of this start had rewards that differ. Groups of one sample cannot have any."""
+        if self._most_informative == 0 and getattr(self.config.algorithm, "samples_per_prompt", 1) > 1:
+            log.LOGGER.warning(
+                "stage %s: the rewards were equal within every group of every step (informative_groups=0), so an "
+                "advantage relative to the group is 0; check reward.functions on the completions in samples.jsonl, or "
+                "use prompts that the policy answers sometimes right and sometimes wrong",
+                self.name,
+            )
 
     def _warn(self, step: int, anomaly: str, batch: Batch) -> None:
         loader = self.loader

@@ -142,8 +142,8 @@ def _world_sizes_that_fit(parallel: ParallelConfig, world_size: int) -> str:
         if world_size % others == 0:
             fits.append(f"parallel.{name} in {_divisors(world_size // others)}")
     model_ranks = parallel.tensor * parallel.pipeline * parallel.context
-    start_with = f"or start a multiple of {model_ranks} ranks (torchrun --nproc-per-node {model_ranks} …)"
-    return (f"with the other degrees as they are, {' or '.join(fits)} would fit, " if fits else "") + start_with
+    start_with = f"start a multiple of {model_ranks} ranks (torchrun --nproc-per-node {model_ranks} …)"
+    return (f"with the other degrees as they are, {' or '.join(fits)} would fit, or " if fits else "") + start_with
 
 
 def validate_model(model: ModelConfig, parallel: ParallelDegrees) -> None:

@@ -17,6 +17,7 @@ from rl_megatron.config import schema
 from rl_megatron.config.commands import format_list_override, format_override
 from rl_megatron.config.errors import nearest
 from rl_megatron.config.migration import nemo_rl, trl, verl
+from rl_megatron.config.recipes import suggest_method
 
 TABLES = (trl.LIBRARY, nemo_rl.LIBRARY, verl.LIBRARY)
 OPEN_SECTIONS = ("stages.", "algorithm.", "data.")  # sections whose keys depend on a name in the section
@@ -163,7 +164,8 @@ def explain(error: Exception, overrides: list[str], tree: Mapping[str, object]) 
     )
     if preset is not None:
         group, name, names = preset.groups()
-        return f"{group}={name}: there is no such file{nearest(name, names.split())}"
+        suggest = suggest_method if group in ("loss", "algorithm") else nearest
+        return f"{group}={name}: there is no such file{suggest(name, names.split())}"
     run_keys = {field.name for field in fields(schema.RunConfig)}
     keys = {*schema_paths(schema.StageConfig), *run_keys, "experiment", *tree_paths(tree)}
     for override in overrides:

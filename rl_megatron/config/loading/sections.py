@@ -82,6 +82,8 @@ def _describe(detail: Mapping[str, Any], section: type, values: Mapping[str, Any
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "string_type" and isinstance(detail["input"], Mapping | list):
         message += f"; quote a text with braces or brackets for Hydra and for the shell, as in '{path}=\"{{x}}\"'"
+    if detail["input"] is None and detail["type"] in ("dict_type", "dataclass_type"):
+        message += "; leave it out for the default" + ("" if where else f", or delete a value: '~{path}'")
     # For a missing key, pydantic's input is the mapping that lacks it.
     value = "" if detail["type"] == "missing" else f"={shorten_value(detail['input'])}"
     return f"{where}{path}{value}: {message[0].lower()}{message[1:]}"

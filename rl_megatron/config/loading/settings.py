@@ -15,6 +15,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from rl_megatron.config.errors import nearest
 from rl_megatron.config.loading.registry import Registry
+from rl_megatron.config.recipes import suggest_method
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -134,7 +135,8 @@ def choose_class(key: str, registry: Registry[Any]) -> BeforeValidator:
             raise _error(key, "must be set" + nearest("", registry), None)
         name = value[key]
         if not isinstance(name, str) or name not in registry:
-            reason = f"there is no {registry.kind} {name!r}{nearest(str(name), registry)}"
+            suggest = suggest_method if registry.kind == "algorithm" else nearest
+            reason = f"there is no {registry.kind} {name!r}{suggest(str(name), registry)}"
             raise _error(key, reason, name)
         return _adapter(registry[name]).validate_python(value)
 

@@ -26,6 +26,8 @@ from rl_megatron.config.migration.keys import (
 _PAIRS = ("dpo", "rm")  # the sections whose batch sizes count pairs
 _MEGATRON = "policy.megatron_cfg.enabled"
 _ESTIMATOR = "grpo.adv_estimator.name"
+_ENVIRONMENT_NAMES = ("data.default.env_name", "data.train.env_name", "data.env_name")
+_MATH_REWARD = {"reward.functions": [{"name": "math_verify"}]}
 _ESTIMATORS = {
     "grpo": "group_relative",
     "gdpo": "group_decoupled",
@@ -181,11 +183,17 @@ def _column(name: str) -> Key:
 
 def _convert_environment(value: Any, settings: Settings) -> Converted:
     if value == "math":
-        return {"reward.functions": [{"name": "math_verify"}]}
+        return _MATH_REWARD
     return (
         "set reward.functions, or rollout.worker=conversation with rollout.environment.name: the class of your "
         "environment runs as it is"
     )
+
+
+def _convert_math(value: Any, settings: Settings) -> Converted:
+    """Return the number of workers of the environment `math`, which gives the rewards if no `env_name` is set."""
+    workers = {"reward.num_workers": value} if isinstance(value, int) else {}
+    return workers if any(settings.get(name) for name in _ENVIRONMENT_NAMES) else workers | _MATH_REWARD
 
 
 _BACKENDS = {"vllm": "vllm", "sglang": "sglang", "megatron": "embedded"}
@@ -571,13 +579,18 @@ KEYS: dict[str, Key] = {
         for name, here in (("prompt_file", "data.prompt_template"), ("system_prompt_file", "data.system_prompt"))
     },
     "data.default.dataset_name": report("set `data.path` or `data.dataset_name`", "ResponseDataset"),
-    "data.default.env_name": Key(("reward.functions", "rollout.environment.name"), "", _convert_environment),
-    "data.train.env_name": Key(("reward.functions", "rollout.environment.name"), "", _convert_environment),
+    **{
+        name: Key(("reward.functions", "rollout.environment.name"), "", _convert_environment)
+        for name in _ENVIRONMENT_NAMES
+    },
     **{
         f"data.{section}processor": ignore("`data.format` and the templates decide how records become text")
         for section in ("", "default.", "train.", "validation.")
     },
-    "env.math.num_workers": copy("reward.num_workers"),
+    "env.math": Key(("reward.functions",), "`math_verify` if no `env_name` is set", _convert_math),
+    "env.math.num_workers": Key(
+        ("reward.num_workers", "reward.functions"), "`math_verify` if no `env_name` is set", _convert_math
+    ),
     "env.math.math_verify_impl": report("the reward function is `math_verify`", "hf_math_verify"),
     "env.*": report(
         "write its arguments in `kwargs` of `reward.functions`, or in `rollout.environment.kwargs`",

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rl_megatron.config.data_sources import LabelledConfig, PreferenceConfig, PromptAnswerConfig
-from rl_megatron.data.answers import SINGLE_FILES, build_pairs, check_labels, split_by_prompt
+from rl_megatron.data.answers import SINGLE_FILES, build_pairs, check_labels
 from rl_megatron.data.plain_text import write_texts
 from rl_megatron.data.records import Record
 from rl_megatron.data.rendering import check_texts
@@ -75,7 +75,7 @@ class LabelledSource(AnswerSource[LabelledConfig]):
         """Return the (training, held-out) records. All answers to a prompt are in the same part."""
         if heldout is not None:
             return train, heldout
-        return split_by_prompt(train, self.data.heldout_fraction, self.data.prompt_template, self.num_asked_for)
+        return self.split_by_prompt(train)
 
     def _dataset_class(self) -> type[LabelledDataset]:
         from rl_megatron.data.datasets import LabelledDataset  # here, because it imports torch
@@ -115,8 +115,7 @@ class PreferenceSource(RecordSource[PreferenceConfig]):
         """Return the (training, held-out) pairs. All pairs of a prompt are in the same part."""
         if heldout is not None:
             return build_pairs(train), build_pairs(heldout)
-        pairs = build_pairs(train)
-        return split_by_prompt(pairs, self.data.heldout_fraction, self.data.prompt_template, self.num_asked_for)
+        return self.split_by_prompt(build_pairs(train))
 
     @property
     def num_asked_for(self) -> int:

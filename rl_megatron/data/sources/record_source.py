@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import ClassVar, Self
 
 from rl_megatron.config.schema import USUAL_EVAL_EXAMPLES, StageConfig
+from rl_megatron.data.answers import split_by_prompt
 from rl_megatron.data.files import find_parts, split_heldout
 from rl_megatron.data.readers import JsonLines, Lines
 from rl_megatron.data.records import Part, Reader, Record
@@ -102,12 +103,22 @@ class RecordSource(DataSource[ConfigT]):
         """Return the (training, held-out) records; if `heldout` is None, a fixed part of `train` is held out."""
         if heldout is not None:
             return train, heldout
-        return split_heldout(train, self.data.heldout_fraction, self.num_asked_for)
+        return split_heldout(train, self.data.heldout_fraction, self.num_asked_for, names=self._names())
+
+    def split_by_prompt(self, train: list[Record]) -> tuple[list[Record], list[Record]]:
+        """Return the (training, held-out) records of `train`. All records of a prompt are in the same part."""
+        fraction, template = self.data.heldout_fraction, self.data.prompt_template
+        return split_by_prompt(train, fraction, template, self.num_asked_for, self._names())
 
     @property
     def num_asked_for(self) -> int:
         """Return how many held-out records evaluation asks for, or 0 if `data.num_eval_examples` is not set."""
         return self.data.num_eval_examples or 0
+
+    def _names(self) -> tuple[str, str]:
+        """Return the names of the data and of the setting that holds records out, with its value, for messages."""
+        name = find_parts(self.data, self.plain, self.alone).train.name
+        return name, f"data.num_eval_examples={self.data.num_eval_examples}"
 
     @property
     def _num_heldout(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 MOST_CALLS = 256  # read in a turn; the limit keeps the time linear in the turn's length
@@ -51,6 +51,14 @@ Parser = Callable[[str, Parameters], Sequence[FoundCall]]
 
 class BadCall(ValueError):
     """The error for a text that is not a call in the model's format."""
+
+
+def explain_cut(calls: Sequence[FoundCall], limit: str) -> Sequence[FoundCall]:
+    """Return the calls of a turn that was cut at `limit`; if the last one is malformed, its reason mentions the cut."""
+    last = calls[-1]
+    if not isinstance(last, MalformedCall):
+        return calls
+    return [*calls[:-1], replace(last, reason=f"{last.reason}; the turn was cut at {limit}: raise it for longer calls")]
 
 
 def drop_thinking(text: str) -> str:

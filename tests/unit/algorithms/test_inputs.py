@@ -83,7 +83,10 @@ def test_the_tokenizer_learns_prompts_and_both_answers_of_the_training_questions
     [
         (["train.global_batch_size=66"], ["train.global_batch_size=66 is 33 pairs", "has 32"]),
         (["data.heldout_fraction=0"], ["data.heldout_fraction=0.0 leaves nothing"]),
-        (["data.num_eval_examples=80"], ["leaves nothing to train on: lower data.num_eval_examples"]),
+        (
+            ["data.num_eval_examples=80"],
+            ["data.num_eval_examples=80 leaves nothing to train", "solutions.jsonl has 40 records"],
+        ),
         (
             ["data.num_eval_examples=162", "data.eval_path=${data.path}"],
             ["data.num_eval_examples=162 exceeds the number of held-out sequences, 80"],

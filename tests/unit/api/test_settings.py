@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 
 import pytest
 
@@ -12,6 +14,7 @@ from rl_megatron.api.settings import reward_functions, run_config
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.rewards.registry import REWARDS
+from tests.forkserver import REPOSITORY
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 16, "intermediate_size": 32,
@@ -31,6 +34,21 @@ def hugging_face(tmp_path):
 
 def config_of(algorithm="sft", data="records.jsonl", rewards=(), begin=None, **settings):
     return run_config(algorithm, begin, data, rewards, "outputs/here", settings)
+
+
+def test_the_settings_in_the_help_of_grpo_are_accepted():
+    lines = [line.strip() for line in (rl_megatron.grpo.__doc__ or "").splitlines()]
+    shown = "".join(line for line in lines if re.match(r"\w+=.*,$", line))
+    settings = eval(f"dict({shown})")  # it is the package's own text
+    stage = run_config("grpo", None, "prompts.jsonl", ["math_verify"], "outputs/here", settings).first
+    assert {"algorithm", "generation", "optimizer", "loss", "train", "parallel", "precision"} == set(settings)
+    assert (stage.generation.max_new_tokens, stage.parallel.tensor, stage.precision) == (512, 2, "bf16")
+
+
+def test_the_tutorial_has_every_argument():
+    page = (REPOSITORY / "docs" / "tutorials" / "grpo_from_python.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert set(listed) == set(inspect.signature(rl_megatron.train).parameters)
 
 
 def test_settings_are_those_of_the_command_line():

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "the layout does not fit the model": (
         ("train", "data=arithmetic", "parallel.context=3"),
-        "parallel.context=3 = 3 does not divide the world size 1",
+        r"parallel.context=3 = 3 does not divide the world size 1; .* would fit, or start a multiple of 3 ranks",
     ),
     "generate has a layout that does not fit": ((*_GENERATE, "parallel.tensor=2"), "does not divide the world size 1"),
     "tokenizer.path is a name on the Hub": (
@@ -87,6 +87,14 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "output_dir is a file": (("train", "algorithm=sft", "output_dir=bad.jsonl"), "output_dir=bad.jsonl is a file"),
     "metrics.jsonl is a directory": (("train", "algorithm=sft", "output_dir=odd"), "odd/metrics.jsonl is a directory"),
     "init_from is missing": (("train", "data=arithmetic", "init_from=absent"), "checkpoint absent does not exist"),
+    "the model of a missing checkpoint": (
+        ("train", "data=arithmetic", "model=init_from", "init_from=absent"),
+        "init_from=absent does not exist; name the directory of a checkpoint, as in outputs/RUN/checkpoints/",
+    ),
+    "two degrees do not fit the ranks": (
+        ("train", "data=arithmetic", "parallel.tensor=2", "parallel.context=2"),
+        "= 4 does not divide the world size 1; start a multiple of 4 ranks",
+    ),
     "init_from is no checkpoint": (
         ("train", "data=arithmetic", "init_from=tokenizer"),
         "tokenizer has no manifest.json",

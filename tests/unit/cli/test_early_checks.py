@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.checkpoint.directory import publish
+from rl_megatron.cli import main
 from rl_megatron.cli.early_checks import check_early, check_layout
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config, to_yaml
@@ -52,6 +53,15 @@ def test_several_ranks_leave_the_import_of_reward_functions_to_the_preflight(tmp
     unknown = load_config([*given, "reward.functions=[{name: exact_mach}]"])
     with pytest.raises(ConfigError, match="there is no reward function of this name"):
         check_early(unknown)
+
+
+def test_an_evaluation_that_leaves_no_problem_to_train_on_is_answered_in_one_line(tmp_path, capsys):
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(40)))
+    rewarded = ("algorithm=grpo", f"data.path={file}", "reward.functions=[exact_match]")
+    assert main(["train", *rewarded, "data.num_eval_examples=100", f"output_dir={tmp_path / 'out'}"]) == 2
+    rule = f"data.num_eval_examples=100 leaves nothing to train on: {file} has 40 records; lower it, "
+    assert f"error: {rule}" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_layout_is_checked_against_the_ranks_of_the_launcher(monkeypatch):

@@ -106,6 +106,24 @@ def test_a_file_of_nemo_rl_becomes_an_experiment_that_is_accepted(compose):
     assert stage.loss["truncated_importance_sampling_type"] == "tis"
 
 
+@pytest.mark.parametrize(
+    ("data", "environment", "functions"),
+    [
+        ({}, {"num_workers": 8}, [{"name": "math_verify"}]),
+        ({}, {}, [{"name": "math_verify"}]),
+        ({"env_name": "math"}, {"num_workers": 8}, [{"name": "math_verify"}]),
+        ({"default": {"env_name": "code"}}, {"num_workers": 8}, None),
+    ],
+)
+def test_the_environment_math_of_nemo_rl_gives_its_reward(tmp_path, data, environment, functions):
+    file = {"grpo": {"max_num_steps": 3}, "policy": {"model_name": "a/b"}, "data": data, "env": {"math": environment}}
+    result = translate_text(tmp_path, file)
+    assert result.values.get("reward.functions") == functions
+    assert result.values.get("reward.num_workers") == environment.get("num_workers")
+    reported = [reason for setting, reason in result.missing if "env_name" in setting]
+    assert bool(reported) == (functions is None) and not result.unknown
+
+
 def test_a_file_of_verl_becomes_an_experiment_that_is_accepted(compose):
     Path("rewards.py").write_text("def compute_score(solution_str): ...\n")
     config = compose(write_experiment(read_source(REAL_FILES[1])))

@@ -71,6 +71,15 @@ def test_a_key_of_peft_that_is_not_supported_is_named(refused, three, where):
     assert f"unknown key '{where}peft.bias'; biases are not trained beside an adapter; leave the key out" in message
 
 
+@pytest.mark.parametrize(("key", "algorithm"), [("generation.vllm", "grpo"), ("data.columns", "sft")])
+def test_null_for_a_mapping_is_answered_with_the_override_that_works(refused, three, key, algorithm):
+    assert f"; leave it out for the default, or delete a value: '~{key}'" in refused(
+        f"algorithm={algorithm}", f"{key}=null"
+    )
+    assert load_config([f"algorithm={algorithm}", "data=arithmetic", f"~{key}"])
+    assert refused(*three, f"stages.sft.{key}=null").endswith("; leave it out for the default")
+
+
 def test_a_stage_of_a_run_without_stages_is_refused(refused):
     message = refused("stages.sft.train.steps=3")
     assert "stages.sft.train.steps=3" in message and "leave stages.NAME out" in message
@@ -123,6 +132,26 @@ def test_an_own_experiment_loads(experiment):
     ],
 )
 def test_errors_of_hydra_are_one_line(refused, arguments, words):
+    message = refused(*arguments)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["algorithm=grpo", "loss.name=gspo"],
+            ["no loss 'gspo'; for GSPO, set algorithm=grpo loss=clipped_pg "],
+        ),
+        (["algorithm=grpo", "loss=dr_grpo"], ["for Dr. GRPO, set algorithm=grpo", " algorithm.normalize_std=false "]),
+        (["algorithm=dapo"], ["for DAPO, set algorithm=grpo", "algorithm.dynamic_sampling=true"]),
+        (["algorithm=grpo", "algorithm.name=rloo"], ["no algorithm 'rloo'; for RLOO, set algorithm=grpo"]),
+        (["algorithm=grpo", "algorithm.advantage_estimator=REINFORCE++"], ["for REINFORCE++, set algorithm=grpo"]),
+        (["algorithm=gppo"], ["did you mean 'ppo'? Known: distillation, dpo, grpo, "]),
+        (["algorithm=grpo", "loss.name=clipped"], ["did you mean 'clipped_pg'? Known: clipped_pg, cpo, "]),
+    ],
+)
+def test_the_name_of_a_published_method_is_answered_by_its_settings(refused, arguments, words):
     message = refused(*arguments)
     assert all(word in message for word in words), message
 

@@ -321,6 +321,8 @@ def test_the_policy_takes_one_step_on_a_rollout_unless_the_user_says_otherwise(a
     assert stage.algorithm.optimizer_steps(stage.train) == stage.train.steps
     fewer = load_config([*chosen, f"train.global_batch_size={size // 2 - 2}"]).first
     assert fewer.algorithm.describe_step(fewer.train).endswith(f", 3 optimizer steps of {size // 2 - 2}, the last of 4")
+    larger = load_config([*chosen, f"train.global_batch_size={size * 2}"]).first
+    assert f"{said}, because train.global_batch_size={size * 2} exceeds" in larger.algorithm.describe_step(larger.train)
     assert load_config([*chosen, "algorithm.prompts_per_step=3"]).first.train.global_batch_size == size * 3 // 32
     more = size if algorithm == "online_dpo" else 32 * 16  # of which the best and the worst of a prompt form a pair
     assert load_config([*chosen, "algorithm.samples_per_prompt=16"]).first.train.global_batch_size == more

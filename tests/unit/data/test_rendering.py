@@ -347,6 +347,14 @@ def test_bad_settings_are_refused(families, tmp_path):
         renderer(bare, format="chat")
 
 
+def test_the_file_whose_records_are_not_conversations_is_named(families, caplog):
+    tokenizer, _ = families["qwen3"]
+    for file in ("sums.jsonl", "dir/eval.jsonl"):
+        renderer(tokenizer).encode_example(Record({"question": "1", "answer": "2"}, f"{file}:3"))
+    logged = [entry.message for entry in caplog.records if "are not conversations" in entry.message]
+    assert [message.partition(":")[0] for message in logged] == ["sums.jsonl", "dir/eval.jsonl"]
+
+
 def test_conversations_and_records_without_messages_can_be_mixed_in_chat_format(families):
     tokenizer, _ = families["qwen3"]
     plain = Record({"question": ONE_TURN[0]["content"], "answer": ONE_TURN[1]["content"]}, "sums.jsonl:1")

@@ -84,6 +84,21 @@ def test_a_step_of_sft_takes_six_operations_for_each_parameter_and_token(capsys)
     assert train["flops"] == pytest.approx(6 * parameters_in_products * 16 * 32, rel=1e-3)
 
 
+def test_the_config_of_a_hugging_face_directory_has_the_shape(capsys, tmp_path):
+    """The directory has no weights and no tokenizer."""
+    shape = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    shape |= {"num_key_value_heads": 4, "vocab_size": 152_064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
+    shape |= {"tie_word_embeddings": False, "rope_theta": 1e6, "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **shape}))
+    found = planned(
+        capsys, "plan", "algorithm=sft", "model=init_from", f"init_from={tmp_path}", "precision=bf16", "--nodes", "8",
+        "--closed-forms", "parallel.tensor=4",
+    )  # fmt: skip
+    build = found["ranks"][0]["phases"][0]["peak"]
+    assert found["vocab_size"] == 152_064
+    assert build["parameters"] == pytest.approx(2 * 7_615_616_512 / 4, rel=1e-3)
+
+
 def test_lengths_are_by_default_all_that_the_model_allows(capsys):
     found = planned(capsys, *SMALL, *ALONE, "generation.max_new_tokens=9")
     assert (found["prompt_tokens"], found["response_tokens"]) == (64, 9)

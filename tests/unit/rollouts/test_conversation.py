@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_megatron.config.data_sources import PromptsConfig
-from rl_megatron.config.environments import EnvironmentConfig
+from rl_megatron.config.environments import EnvironmentConfig, ToolsConfig
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rollout import TurnSampling
 from rl_megatron.data.encoding import EncodedPrompt
@@ -20,11 +20,13 @@ from rl_megatron.rollouts.conversation import Conversation
 from rl_megatron.rollouts.environments import Environments, check_environment
 from rl_megatron.rollouts.hosts import HostLost
 from rl_megatron.rollouts.runner import RolloutFailed
+from rl_megatron.rollouts.tools.toolbox import build_tools
 from rl_megatron.rollouts.trajectory import TokenLimits
 from tests.child_processes import children_with
 from tests.unit.algorithms.fakes import EOS, Characters, completed
 from tests.unit.data.chat_families import user, write_tokenizer
 from tests.unit.rollouts.engines import NO_LIMITS, RandomTokens, run
+from tests.unit.rollouts.tools.hosts import HostsHere
 
 FILE = str(Path(__file__).parent / "hosted_file.py")
 SAMPLING = Sampling(8, stop_ids=(EOS,))
@@ -163,6 +165,33 @@ def test_tools_answer_calls_and_the_environment_all_other_turns():
         ("assistant", "[4]"), ("tool", "8"), ("assistant", "7"), ("user", "?"), ("assistant", "8"), ("user", "right")
     ]  # fmt: skip
     assert [turn.reward for turn in trajectory.turns] == [0.0, -0.25, 1.0]
+
+
+class Cuts(Says):
+    """An engine whose turns end at their most tokens."""
+
+    def complete(self, requests):
+        self.requests += requests
+        texts = [self.texts.pop(0)[: request.sampling.max_new_tokens] for request in requests]
+        return [completed(request, [*map(ord, text)], "length") for request, text in zip(requests, texts, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("turns", "limits", "limit"),
+    [
+        ((), NO_LIMITS, "generation.max_new_tokens=20: raise it"),
+        ([TurnSampling(max_new_tokens=16)], NO_LIMITS, "rollout.turn_sampling.max_new_tokens=16: raise it"),
+        ((), TokenLimits(18, 100), "a limit of the trajectory, rollout.max_tokens or rollout.max_sampled_tokens: rai"),
+    ],
+)
+def test_the_answer_to_a_call_that_is_cut_names_the_limit(turns, limits, limit):
+    tools = build_tools(ToolsConfig(functions=("calculator",), format="pythonic"))
+    worker = Conversation(None, lambda template: tools.open_box(HostsHere(), template), 1, turns).rollout
+    call = "[calculator(expression='1+1')]"
+    sampling = Sampling(20, stop_ids=(EOS,))
+    (result,) = run(worker, [prompt()], Cuts(call), AnyText(), limits, sampling)
+    assert result.trajectory.metadata == {"tool_calls": 1, "tool_errors": 1, "malformed_calls": 1}
+    assert f"; the turn was cut at {limit}" in result.trajectory.messages[-1]["content"]
 
 
 def test_without_an_environment_a_turn_without_a_call_is_the_last():

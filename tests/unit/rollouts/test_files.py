@@ -9,6 +9,7 @@ import torch
 
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.routing import ROUTED_EXPERTS
+from rl_megatron.cli import main
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.rewards import RewardConfig, RewardFunctionConfig
 from rl_megatron.config.rollout import TrajectoryConfig
@@ -116,6 +117,30 @@ def test_turns_and_the_sequences_of_a_trajectory_come_back_to_the_bit(tmp_path):
     assert back.keys() == drawn.rollouts.keys()
     for key, value in drawn.rollouts.items():
         assert back[key].dtype == value.dtype and torch.equal(back[key], value), key
+
+
+def test_turns_are_shown_one_by_one(tmp_path, capsys):
+    drawn = draw()
+    drawn.rollouts["turn"] = torch.full(drawn.rollouts["input_ids"].shape, -1)
+    drawn.rollouts["turn"][1, 4:8] = torch.tensor([0, 0, -1, 1])
+    keys = {"trajectory": torch.arange(3), "turn_rewards": torch.zeros(drawn.rollouts["input_ids"].shape)}
+    drawn.rollouts.update(keys)
+    texts = [row["turn_texts"] for row in written(tmp_path, drawn, {})]
+    assert texts[1] == [{"turn": 0, "content": "fo"}, {"turn": None, "content": "u"}, {"turn": 1, "content": "r"}]
+    assert main(["rollouts", str(tmp_path / "files"), "--prompt", "2+2"]) == 0
+    lines = [line.strip("│ \n").split() for line in capsys.readouterr().out.splitlines()]
+    parts = [["turn", "1", "fo"], ["answer", "u"], ["turn", "2", "r"], ["completion", "44"]]
+    assert [line for line in lines if line[:1] in (["turn"], ["answer"], ["completion"])] == parts
+
+
+def test_files_without_the_texts_of_turns_are_read(tmp_path):
+    import pyarrow.parquet
+
+    written(tmp_path, draw(), {})
+    path = rollout_file(tmp_path / "files", 7)
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).drop_columns("turn_texts"), path)
+    assert [row["completion"] for row in read_rows(path)] == ["2", "four", "44"]
+    assert main(["rollouts", str(tmp_path / "files")]) == 0
 
 
 def written(tmp_path, drawn, advantages):

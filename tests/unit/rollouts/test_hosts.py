@@ -179,13 +179,18 @@ def test_a_call_that_is_no_longer_waited_for_ends_with_its_object(on_loop):
     async def cancel():
         made = await on_loop.hosts.make(THING, {}, 5.0)
         call = asyncio.ensure_future(made.call("wait", 60.0, timeout=120.0))
-        await asyncio.sleep(0.05)
+        (process,) = on_loop.hosts.processes
+        await wait_for_calls(process, 1)
         call.cancel()
         await made.close()
-        await asyncio.sleep(0.05)
-        return [process.num_calls for process in on_loop.hosts.processes]
+        await wait_for_calls(process, 0)
 
-    assert on_loop.run(cancel()) == [0]
+    async def wait_for_calls(process, count):
+        async with asyncio.timeout(20):
+            while process.num_calls != count:
+                await asyncio.sleep(0.001)
+
+    on_loop.run(cancel())
 
 
 def host_processes():

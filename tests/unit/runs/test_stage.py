@@ -9,6 +9,7 @@ import torch
 from rl_megatron.batching.batch import Batch
 from rl_megatron.checkpoint.resumed_state import ResumedState
 from rl_megatron.checkpoint.save import SaveFailed
+from rl_megatron.config.algorithms import GRPOConfig
 from rl_megatron.config.loading.load import load_config
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.encoding import EncodedPrompt
@@ -204,6 +205,17 @@ def test_a_stage_evaluates_at_start_and_end_and_saves_at_the_end(make):
         ("delete older", 2),
         ("end",),
     ]
+
+
+@pytest.mark.parametrize(
+    ("shares", "samples", "warns"), [([0, 0, 0], 8, 1), ([0, 0.25, 0], 8, 0), ([0, 0, 0], 1, 0), ([], 8, 0)]
+)
+def test_a_stage_whose_groups_all_had_equal_rewards_ends_with_a_warning(make, caplog, shares, samples, warns):
+    stage = make([], steps=3)
+    stage.config = replace(stage.config, algorithm=GRPOConfig(samples_per_prompt=samples))
+    for step in stage.steps():
+        stage.record(step, {"informative_groups": shares[step - 1]} if shares else {})
+    assert caplog.text.count("stage sft: the rewards were equal within every group of every step") == warns
 
 
 def test_evaluations_and_checkpoints_come_when_due(make):

@@ -47,6 +47,11 @@ class Agent:
         await self.waits.wait()
         return self.engine.completion(request)
 
+    async def wait_until_asked(self, count=1):
+        """Wait until the engine has got this many requests."""
+        while len(self.asked) < count:
+            await asyncio.sleep(0.001)
+
     async def send(self, path, **body):
         return await self.http.post(path, json=body)
 

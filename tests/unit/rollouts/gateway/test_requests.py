@@ -218,7 +218,7 @@ async def test_a_client_that_disconnects_is_not_learned_from(qwen, logged):
         "headers": [(b"authorization", b"Bearer the-key")], "http_version": "1.1", "scheme": "http",
     }  # fmt: skip
     request = asyncio.create_task(build_application({"the-key": agent.session}.get)(scope, receive, send))
-    await asyncio.sleep(0.01)
+    await agent.wait_until_asked()
     gone.set()
     agent.waits.set()
     await request
@@ -237,8 +237,7 @@ async def test_a_session_that_ends_ends_its_requests(qwen):
     agent = qwen.agent("5")
     agent.waits.clear()
     request = asyncio.create_task(agent.refused(status=410, messages=HELLO))
-    await asyncio.sleep(0.01)
-    assert len(agent.asked) == 1
+    await agent.wait_until_asked()
     await agent.session.end()
     assert (await request)["code"] == "session_ended"
     assert (await agent.refused(status=410, messages=HELLO))["code"] == "session_ended"
@@ -251,7 +250,7 @@ async def test_parallel_requests_with_one_beginning_are_histories_of_their_own(q
     message = first["choices"][0]["message"]
     agent.waits.clear()
     more = [asyncio.create_task(agent.chat(*HELLO, message, user("And?"))) for _ in range(3)]
-    await asyncio.sleep(0.01)
+    await agent.wait_until_asked(4)
     agent.waits.set()
     answers = [(await each)["choices"][0]["message"]["content"] for each in more]
     assert sorted(answers) == ["6", "7", "8"]
