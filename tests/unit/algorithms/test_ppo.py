@@ -108,6 +108,7 @@ def run(monkeypatch):
         config = replace(config, train=replace(config.train, **train))
         metrics_logger = SimpleNamespace(
             begin_stage=lambda *_: None,
+            has_steps=lambda stage: False,
             show_phase=lambda phase: None,
             end_stage=lambda: None,
             record_samples=lambda step, samples: None,
