@@ -199,6 +199,7 @@ def test_nothing_that_is_left_out_is_in_the_table():
         assert any(known == module or known.startswith(f"{module}.") for known in nemo_rl.MODULES), "nothing would ask"
 
 
+@pytest.mark.change
 def test_code_may_ask_what_there_is(output_of):
     program = """
 import nemo_rl.algorithms.loss as loss
@@ -215,6 +216,7 @@ for unknown in ("nemo_rl.environments.games", "nemo_rl.algorithms.loss.triton"):
     assert output_of(INSTALL + program).strip() == "without"
 
 
+@pytest.mark.change
 def test_installing_twice_changes_nothing(output_of):
     program = "import nemo_rl.algorithms.loss as first\ncompat.install()\nimport nemo_rl.algorithms.loss as second\n"
     assert output_of(INSTALL + program + "print(first is second)").strip() == "True"
@@ -228,6 +230,7 @@ def real(tmp_path):
     return tmp_path
 
 
+@pytest.mark.change
 def test_an_installed_nemo_rl_is_not_shadowed_unasked(run, output_of, real):
     _, message = run(INSTALL, real)
     assert message.startswith("ImportError: nemo_rl itself is installed") and "install(replace=True)" in message
@@ -235,6 +238,7 @@ def test_an_installed_nemo_rl_is_not_shadowed_unasked(run, output_of, real):
     assert output_of(program + "print(hasattr(nemo_rl, 'REAL'))", real).strip() == "False"
 
 
+@pytest.mark.change
 def test_an_imported_nemo_rl_is_not_replaced_under_its_users(run, real):
     _, error = run("import nemo_rl, rl_megatron.compat.nemo_rl as compat\ncompat.install(replace=True)", real)
     assert error.startswith("ImportError: nemo_rl is already imported")

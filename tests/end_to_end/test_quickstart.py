@@ -3,8 +3,6 @@
 import json
 import math
 
-import pytest
-
 from tests.end_to_end.launch import metrics
 from tests.end_to_end.listening import reached_from_outside, watched
 
@@ -15,7 +13,6 @@ SHORT = (
 )  # fmt: skip
 
 
-@pytest.mark.fast
 def test_a_shortened_quickstart_runs_its_stages_in_order_on_two_ranks(tmp_path, forks):
     given = ("experiment=quickstart", "parallel.tensor=2", *SHORT, "output_dir=out")
     with forks.start(tmp_path, "train", *given, ranks=2) as running, watched(running.pids) as addresses:

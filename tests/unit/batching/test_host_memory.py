@@ -22,6 +22,7 @@ def test_tensors_beyond_the_limit_are_in_files_of_a_directory_that_is_removed(tm
     assert not list(tmp_path.iterdir()) and large[3].tolist() == [7] * 10
 
 
+@pytest.mark.change
 def test_memory_that_is_freed_can_be_used_again(tmp_path):
     store = TensorStore(1000, str(tmp_path))
     for _ in range(5):

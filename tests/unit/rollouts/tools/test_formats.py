@@ -330,6 +330,7 @@ REPEATED = [
 ]
 
 
+@pytest.mark.change
 @pytest.mark.parametrize(("format_", "before", "unit", "behind"), REPEATED, ids=lambda text: text or "nothing")
 def test_the_time_grows_with_the_length_of_the_text_alone(format_, before, unit, behind):
     """With its square, the last text would take minutes."""
