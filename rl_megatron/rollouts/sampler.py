@@ -273,7 +273,7 @@ class Sampler:
 
     def _gather(self, batch: BatchedDataDict | None) -> Batch:
         """Return rank 0's batch as a batch that all ranks share. Collective."""
-        if batch is not None:
+        if batch is not None and self._loop.config.train.share_prefixes == "auto":
             batch[PREFIX_SET] = TrajectoryIndex(batch).owner // self._group_size
         return Batch.gather_facts(batch, self._policy.topology, self._store)
 

@@ -148,7 +148,7 @@ class Stage(Loop):
         self.use_loader(loader)
         for step in self.steps():
             part = loader.part(self.batch_number(step) - 1, topology.data_rank, topology.data)
-            if part is not None and loader.group_size > 1:
+            if part is not None and loader.group_size > 1 and self.config.train.share_prefixes == "auto":
                 part[PREFIX_SET] = torch.arange(part.size) // loader.group_size
             batch = Batch.gather_facts(part if is_first_of_replica(topology) else None, topology)
             together = None if loader.group_size == 1 else torch.arange(batch.size) // loader.group_size
