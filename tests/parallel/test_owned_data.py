@@ -48,7 +48,7 @@ def learned(parallel: dict, loss: str) -> tuple[dict[str, torch.Tensor], list[in
     """
     policy, loss_fn = build_policy(parallel, global_batch_size=GLOBAL_BATCH_SIZE), build_loss(loss, {})
     items = Sequences(getattr(loss_fn, "group_size", 1))
-    train = SimpleNamespace(global_batch_size=GLOBAL_BATCH_SIZE, seed=3)
+    train = SimpleNamespace(global_batch_size=GLOBAL_BATCH_SIZE, seed=3, share_prefixes="off")
     stage = SimpleNamespace(
         policy=policy, config=SimpleNamespace(train=train), use_loader=lambda loader: None,
         batch_number=lambda step: step, steps=lambda: range(1, NUM_STEPS + 1),

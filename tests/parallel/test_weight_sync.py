@@ -176,10 +176,10 @@ def share(parallel: dict):
 
 
 def segments() -> set[str]:
-    """Return the names of all shared memory, and of what this process has open or mapped of it."""
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "rl_megatron" in line}
+    """Return the names of the shared memory of weights that this process has open or mapped."""
+    mapped = {line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
     opened_files = {os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.exists()}
-    return set(os.listdir("/dev/shm")) | mapped | {f for f in opened_files if "rl_megatron" in f}
+    return {name for name in mapped | opened_files if "rl_megatron" in name}
 
 
 @pytest.mark.parametrize("layout", [(1, {}), (2, {"pipeline": 2})], ids=str)
