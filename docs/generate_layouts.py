@@ -44,7 +44,8 @@ combines values of {num_factors} factors:
 - how sequences form microbatches (packed, padded, dynamic), and a microbatch's size n: n sequences, or as many tokens
   as n sequences of maximum length have;
 - tied or untied embeddings, recomputation of activations, uneven pipeline stages, and a sliding attention window;
-- the distributed optimizer (distopt), communication that overlaps with computation (overlap), the fused head (fused).
+- the distributed optimizer (distopt), communication that overlaps with computation (overlap), the fused head (fused),
+  and whether sequences share the computation of their common beginnings (shared).
 
 Each of the {num_pairs} pairs of two factors' values that eight ranks allow occurs in at least one line. Each line runs
 {objectives} on {num_rows} sequences of 1 to {width} tokens, as [`certify`](certify.md) does for your own layout. The

@@ -114,8 +114,9 @@ def _collect_objectives(config: RunConfig) -> tuple[dict[str, Objective], dict[s
     different: list[tuple[list[str], Objective, Batching]] = []
     for name, objective, stage in requested:
         batching = build_small_batching(
-            stage.train.batching, stage.train.micro_batch_size, objective.group_size, stage.parallel
-        )
+            stage.train.batching, stage.train.micro_batch_size, objective.group_size, stage.parallel,
+            share_prefixes=stage.train.share_prefixes == "auto",
+        )  # fmt: skip
         names = next((names for names, *entry in different if entry == [objective, batching]), None)
         if names is None:
             different.append(([name], objective, batching))

@@ -11,6 +11,7 @@ import torch
 
 from rl_megatron.batching.config import Batching, BatchingKind
 from rl_megatron.batching.packing import round_up
+from rl_megatron.batching.shared_prefixes import PREFIX_SET
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.optimizer import OptimizerConfig
@@ -28,6 +29,10 @@ WIDTH = 24  # tokens of the longest sequence
 NUM_SEQUENCES = 12  # sequences of the batch
 VOCAB_SIZE = 50  # padded to a multiple of 64, so that an effect of the padding would show
 _TOP_K = 4  # teacher logits per token
+_SET_SIZE = 4  # sequences that may share their beginnings
+# Sequences that begin like an earlier one, and the number of tokens.
+_ALIKE = {1: (0, 4), 2: (0, 11), 5: (4, 9), 7: (5, 12), 9: (8, 5), 10: (8, 20), 11: (10, 14)}
+_SAME_TEMPERATURE = [0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11]  # sequence 6 has another one than its set
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,8 @@ def build_batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
     """Return twelve sequences, which are six pairs, with every key that a registered loss reads from a batch.
 
     The sequences have different lengths. One has a single token, one has two, one has token_mask 0 everywhere, and the
-    last pair has sample_mask 0. Entries that a loss must not read are NaN.
+    last pair has sample_mask 0. Entries that a loss must not read are NaN. Two pairs each form a set of sequences that
+    may share their beginnings; most begin like another one of their set, some beyond its prompt.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -149,17 +155,23 @@ def build_batch_of_all_kinds(vocab_size: int, seed: int) -> BatchedDataDict:
     # Losses that compare logprobs with those of another policy may read a token's value from the preceding entry.
     read = counts | counts.roll(-1, dims=1)
     streams = {name: torch.where(read, stream, math.nan) for name, stream in streams.items()}
+    ids, sets = torch.randint(0, vocab_size, shape, generator=generator), torch.arange(NUM_SEQUENCES) // _SET_SIZE
+    for sequence, (like, common) in _ALIKE.items():
+        ids[sequence, :common] = ids[like, :common]
+    temperature = 0.7 + 0.6 * uniform(NUM_SEQUENCES)
+    temperature[_SAME_TEMPERATURE] = temperature[sets[_SAME_TEMPERATURE]]
     batch = BatchedDataDict(
-        input_ids=torch.randint(0, vocab_size, shape, generator=generator),
+        input_ids=ids,
         input_lengths=lengths,
         token_mask=token_mask,
         sample_mask=sample_mask,
-        temperature=0.7 + 0.6 * uniform(NUM_SEQUENCES),
+        temperature=temperature,
         rewards=torch.where(sample_mask > 0, uniform(NUM_SEQUENCES), math.nan),
         teacher_topk_logits=torch.where(read[..., None], 2.0 * normal(*shape, _TOP_K), math.nan),
         teacher_topk_indices=uniform(*shape, vocab_size).argsort(-1)[..., :_TOP_K],
         **streams,
     )
+    batch[PREFIX_SET] = sets
     batch["covariance_mask"] = torch.where(read, (uniform(*shape) < 0.3).float(), math.nan)
     desirable = (torch.arange(NUM_SEQUENCES) % 3 != 0).float()
     batch["desirable"] = torch.where(sample_mask > 0, desirable, math.nan)
@@ -256,7 +268,10 @@ def check_keys(name: str, loss_fn: LossFunction, batch: BatchedDataDict) -> None
         )
 
 
-def build_small_batching(kind: BatchingKind, sequences: int, group_size: int, parallel: ParallelConfig) -> Batching:
+def build_small_batching(
+    kind: BatchingKind, sequences: int, group_size: int, parallel: ParallelConfig, *, share_prefixes: bool = False
+) -> Batching:
     """Return the batching of the small batch, whose microbatches have space for at most four groups of sequences."""
     sequences = min(-(-sequences // group_size), 4) * group_size
-    return Batching(kind, sequences, tokens=sequences * round_up(WIDTH, sequence_multiple(parallel)))
+    tokens = sequences * round_up(WIDTH, sequence_multiple(parallel))
+    return Batching(kind, sequences, tokens, share_prefixes=share_prefixes)

@@ -31,6 +31,8 @@ class Sharding:
             sequence-parallel rank; None: the host does not know it.
         shared_index: [B, S], the `TokenLayout.index` of packed sequences that share the tokens of their common
             beginnings; None: each has its own.
+        most_sharing: The largest number of sequences that share a token and in which its next token is unmasked; None:
+            the host does not know it.
     """
 
     tp_group: dist.ProcessGroup | None = None
@@ -40,6 +42,7 @@ class Sharding:
     cu_seqlens_padded: Int[Tensor, " boundaries"] | None = None
     most_counted: int | None = None
     shared_index: Int[Tensor, "batch sequence"] | None = None
+    most_sharing: int | None = None
 
     def layout(self, output: Tensor | DeferredLogits, batch: tuple[int, int]) -> TokenLayout:
         """Return where the tokens of a [B, S] batch lie in `output` [R, L, …]."""
@@ -97,7 +100,8 @@ def next_token_stats(
         mask: [B, S] aligned with input_ids. Tokens with mask 0 are not evaluated: their logprob, entropy and gradient
             are exactly 0.
         most_counted: The largest number of evaluated tokens on any sequence-parallel rank: `Sharding.most_counted` if
-            `mask` is the batch's token_mask·sample_mask. None: `linear_logprobs` waits for the device to count them.
+            `mask` is the batch's token_mask·sample_mask. None: `linear_logprobs` waits for the device to count them, and
+            so do sequences that share tokens and gather ids.
         backend: See `vocab_parallel_logprobs`.
 
     Raises:
@@ -109,8 +113,8 @@ def next_token_stats(
     layout = sharding.layout(logits, (batch, length))
 
     labels = input_ids[:, 1:]
+    counts = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask[:, 1:] != 0
     if mask is not None:
-        counts = mask[:, 1:] != 0
         check(
             ~(counts & (labels == IGNORE_INDEX)).any(),
             lambda: f"input_ids has {IGNORE_INDEX} at a token that is not masked; mask the token, or give its id",
@@ -118,8 +122,13 @@ def next_token_stats(
         labels = labels.masked_fill(~counts, IGNORE_INDEX)
     labels = layout.scatter(pad(labels, (0, 1), value=IGNORE_INDEX), IGNORE_INDEX)
     temperature = next_token_temperature(temperature, layout, (batch, length))
+    layout_of_ids = layout
     if gather_ids is not None:
-        gather_ids = layout.scatter(pad(gather_ids, (0, 0, 0, 1)), 0)
+        if layout.is_shared:  # sequences may have different ids at a token that they share
+            most_sharing = None if most_counted is None else sharding.most_sharing
+            layout_of_ids = layout.separate(pad(counts, (0, 1)), most_sharing)
+        gather_ids = layout_of_ids.scatter(pad(gather_ids, (0, 0, 0, 1)), 0)
+        gather_ids = gather_ids.view(*layout.local_shape, -1)
 
     options = {"valid_vocab_size": sharding.valid_vocab_size, "entropy": entropy, "backend": backend}
     if isinstance(logits, DeferredLogits):
@@ -130,15 +139,17 @@ def next_token_stats(
         )
     streams = [stats.logprobs[..., None]]
     streams += [] if stats.entropy is None else [stats.entropy[..., None]]
-    streams += [] if stats.gathered is None else [stats.gathered]
-    whole = layout.gather(torch.cat(streams, dim=-1))[:, : length - 1]  # all streams in one collective
-    if layout.is_shared and mask is not None:  # a token may be masked in some of the sequences that share it
-        whole = whole.masked_fill(mask[:, 1:, None].to(whole.device) == 0, 0.0)
-    return LogprobStats(
-        whole[..., 0],
-        whole[..., 1] if entropy else None,
-        whole[..., 1 + entropy :] if gather_ids is not None else None,
-    )
+    gathered = None
+    if stats.gathered is not None and layout_of_ids is layout:
+        streams.append(stats.gathered)  # all streams in one collective
+    elif stats.gathered is not None:
+        gathered = layout_of_ids.gather(stats.gathered.reshape(*layout_of_ids.local_shape, -1))[:, : length - 1]
+    whole = layout.gather(torch.cat(streams, dim=-1))[:, : length - 1]
+    if layout.is_shared:  # a token may be masked in some of the sequences that share it
+        whole = whole.masked_fill(~counts[..., None], 0.0)
+    if stats.gathered is not None and gathered is None:
+        gathered = whole[..., 1 + entropy :]
+    return LogprobStats(whole[..., 0], whole[..., 1] if entropy else None, gathered)
 
 
 def next_token_temperature(

@@ -120,6 +120,22 @@ class TokenLayout:
             local[positions] = x.flatten(0, 1)
         return local[:num_local].view(*self.local_shape, *x.shape[2:])
 
+    def separate(self, chosen: Tensor, most: int | None = None) -> TokenLayout:
+        """Return the layout of `most` places for each of the model's tokens, one for each sequence that shares it.
+
+        Sequences where `chosen` [B, S] is false get no place. `most` is at least the number of chosen sequences that
+        share a token; None: it is computed, and the host waits for the device.
+        """
+        index = self.index.masked_fill(~chosen, -1)
+        ordered, order = index.sort(dim=0, stable=True)  # sequences share tokens of the same position only
+        rows = torch.arange(len(index), device=index.device)[:, None].expand_as(index)
+        begins = torch.nn.functional.pad(ordered[1:] != ordered[:-1], (0, 0, 1, 0), value=True)
+        places = torch.empty_like(index).scatter_(0, order, rows - rows.where(begins, 0).cummax(dim=0).values)
+        if most is None:
+            most = int(places.masked_fill(index < 0, 0).max()) + 1
+        num_rows, length = self.local_shape
+        return TokenLayout(torch.where(index < 0, -1, index * most + places), (num_rows, length * most), self.cp_group)
+
     def count(self, chosen: Tensor) -> Tensor:
         """Return, for each of this rank's tokens [R, L], in how many sequences `chosen` [B, S] is true for it, fp32."""
         num_local, rank = math.prod(self.local_shape), 0 if self.cp_group is None else self.cp_group.rank()

@@ -77,11 +77,16 @@ class ModelInput:
             )
             packing = build_packing_params(padded, topology, backend)
             layout = TokenLayout.from_pack(starts, padded_starts, ids.size(1), local_length, groups.cp)
-        most_counted = _most_counted(batch, layout, topology.tensor if topology.sequence else 1)
+        counted = _find_counted(batch)
         sharding = Sharding(
-            groups.tp, groups.cp, vocab_size, *boundaries, most_counted=most_counted,
-            shared_index=layout.index if layout.is_shared else None,
+            groups.tp, groups.cp, vocab_size, *boundaries,
+            most_counted=_most_counted(counted, layout, topology.tensor if topology.sequence else 1),
         )  # fmt: skip
+        if layout.is_shared:
+            sharing = layout.index[counted & (layout.index >= 0)].bincount()
+            sharding = replace(
+                sharding, shared_index=layout.index, most_sharing=int(sharing.max()) if len(sharing) else 1
+            )
         experts, padding, counts = None, None, None
         if replayed_layers:
             experts = layout.scatter(batch[ROUTED_EXPERTS][:, :, list(replayed_layers)], UNKNOWN_EXPERT)
@@ -138,15 +143,19 @@ def number_all_tokens(
     return numbered, torch.cat(experts) if experts else None, torch.cat(counts) if counts else None
 
 
-def _most_counted(batch: BatchedDataDict, layout: TokenLayout, shards: int) -> int:
-    """Return the number of evaluated tokens on the sequence-parallel rank that has the most of them.
+def _find_counted(batch: BatchedDataDict) -> Tensor:
+    """Return `[b, S]`, true for the positions at which a token is evaluated: those before unmasked tokens.
 
-    A token is evaluated at the position before it. Without `token_mask`, all tokens are evaluated.
+    Without `token_mask`, all tokens are evaluated.
     """
     ids = batch["input_ids"]
     mask = batch["token_mask"] * batch["sample_mask"][:, None] if "token_mask" in batch else torch.ones_like(ids)
-    counted = layout.scatter(pad(mask[:, 1:] != 0, (0, 1)), False)
-    by_rank = counted.transpose(0, 1).reshape(shards, -1)  # hidden states are [L, R, hidden]
+    return pad(mask[:, 1:] != 0, (0, 1))
+
+
+def _most_counted(counted: Tensor, layout: TokenLayout, shards: int) -> int:
+    """Return the number of evaluated tokens on the sequence-parallel rank that has the most of them."""
+    by_rank = layout.scatter(counted, False).transpose(0, 1).reshape(shards, -1)  # hidden states are [L, R, hidden]
     return int(by_rank.sum(dim=1).max())
 
 

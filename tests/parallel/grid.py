@@ -60,6 +60,7 @@ class Factors(NamedTuple):
     distributed_optimizer: bool
     overlap: bool
     fused_head: bool
+    shared: bool
 
     @property
     def ranks(self) -> int:
@@ -84,6 +85,7 @@ VALUES: dict[str, list[Any]] = {
     "distributed_optimizer": [True, False],
     "overlap": [True, False],
     "fused_head": [True, False],
+    "shared": [True, False],
 }
 # Factors whose values exclude values of other factors. The values of all other factors can be combined freely.
 _BOUND = ("tensor", "sequence", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor", "data", "uneven")
@@ -176,6 +178,7 @@ class Layout:
         parts += ["distopt"] if f.distributed_optimizer else []
         parts += ["overlap"] if f.overlap else []
         parts += ["fused"] if f.fused_head else []
+        parts += ["shared"] if f.shared else []
         return " ".join(parts)
 
     @property
@@ -245,8 +248,12 @@ def _run_on_rank(layout: Layout) -> dict[str, Measurement]:
     where = topology.build(layout.parallel, start_device("cpu"), workload.seed)
     batching = {
         name: build_small_batching(
-            layout.factors.batching, layout.factors.sequences, objective.group_size, layout.parallel
-        )
+            layout.factors.batching,
+            layout.factors.sequences,
+            objective.group_size,
+            layout.parallel,
+            share_prefixes=layout.factors.shared,
+        )  # fmt: skip
         for name, objective in workload.objectives.items()
     }
     return run_workload(workload, where, batching)

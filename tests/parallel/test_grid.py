@@ -17,11 +17,11 @@ from tests.parallel.grid import VALUES, Factors, Grid, Layout, is_possible, pair
 FEW = [
     Layout(Factors(*values))
     for values in (
-        (1, False, 4, 1, 1, 0, 1, 1, 1, "packed", True, "none", True, None, True, True, True),
-        (2, True, 1, 1, 2, 2, 2, 1, 2, "packed", False, "full", False, 5, False, False, True),
-        (1, False, 2, 2, 1, 1, 1, 2, 1, "dynamic", True, "selective", True, None, True, True, False),
-        (4, False, 1, 1, 1, 0, 1, 1, 4, "padded", True, "none", False, 5, False, True, True),
-        (1, False, 1, 1, 4, 0, 1, 1, 2, "packed", True, "selective", False, None, True, False, False),
+        (1, False, 4, 1, 1, 0, 1, 1, 1, "packed", True, "none", True, None, True, True, True, False),
+        (2, True, 1, 1, 2, 2, 2, 1, 2, "packed", False, "full", False, 5, False, False, True, True),
+        (1, False, 2, 2, 1, 1, 1, 2, 1, "dynamic", True, "selective", True, None, True, True, False, True),
+        (4, False, 1, 1, 1, 0, 1, 1, 4, "padded", True, "none", False, 5, False, True, True, False),
+        (1, False, 1, 1, 4, 0, 1, 1, 2, "packed", True, "selective", False, None, True, False, False, True),
     )
 ]
 

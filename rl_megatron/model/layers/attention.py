@@ -32,7 +32,7 @@ from rl_megatron.model.layers.packed import LastBiases, PackedSequences, build_c
 from rl_megatron.model.layers.packed_tree import PackedTree
 from rl_megatron.model.layers.rope import compute_turns, rotate, split_and_rotate
 from rl_megatron.model.layers.sinks import attend_with_sinks
-from rl_megatron.model.layers.tree_attention import attend_in_tree
+from rl_megatron.model.layers.tree_attention import attend_in_tree, attend_in_tree_by_flash
 from rl_megatron.topology.context_parallel import gather_and_reduce, zigzag_gather_and_reduce, zigzag_positions
 
 if TYPE_CHECKING:
@@ -335,6 +335,8 @@ class PortableAttention(torch.nn.Module):
             whole = gather_and_reduce(torch.cat([key, value], dim=-1), self.cp_group).index_select(0, tree.order)
             key, value = whole.split([key.size(-1), value.size(-1)], dim=-1)
         window = self.window if self._has_window(tree.longest) else None
+        if window is None and flash_attends_last(query, value):
+            return attend_in_tree_by_flash(query, key, value, tree.flash_calls, self.softmax_scale, self.softmax_offset)
         own_biases: list[Tensor | None] = []
         for bucket in tree.buckets:
             length = bucket.key_shape[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,48 @@ class AttentionPart:
 
 
 @dataclass(frozen=True)
+class FlashCall:
+    """A call of the flash kernel: some of this rank's queries attend to consecutive keys each.
+
+    The kernel computes pairs of consecutive queries and consecutive keys. Queries that do not attend to anything in
+    this call are paired with no keys, and keys that nothing attends to with no queries.
+
+    Attributes:
+        query_starts: [pairs + 1] int32, the cumulative numbers of queries.
+        key_starts: [pairs + 1] int32, the cumulative numbers of keys.
+        most_queries: The largest number of queries of a pair.
+        most_keys: The largest number of keys of a pair.
+        is_causal: Whether a pair's queries are at the positions of its last keys, and attend to no later ones.
+        reads: [T] bool, whether each of the rank's queries attends to keys; None if all of them do.
+    """
+
+    query_starts: Tensor
+    key_starts: Tensor
+    most_queries: int
+    most_keys: int
+    is_causal: bool
+    reads: Tensor | None
+
+    @classmethod
+    def from_pairs(
+        cls, pairs: Sequence[tuple[slice, slice]], num_queries: int, num_keys: int, *, is_causal: bool
+    ) -> FlashCall:
+        """Return the call of pairs of queries and keys, both in ascending order."""
+        counts, reads, query, key = [], torch.zeros(num_queries, dtype=torch.bool), 0, 0
+        for queries, keys in [*pairs, (slice(num_queries, num_queries), slice(num_keys, num_keys))]:
+            attending = (queries.stop - queries.start, keys.stop - keys.start)
+            counts += [each for each in ((queries.start - query, 0), (0, keys.start - key), attending) if any(each)]
+            reads[queries] = True
+            query, key = queries.stop, keys.stop
+        starts = torch.tensor([(0, 0), *counts]).cumsum(0).int()
+        query_counts, key_counts = zip(*counts, strict=True)
+        return cls(
+            starts[:, 0].contiguous(), starts[:, 1].contiguous(), max(query_counts), max(key_counts), is_causal,
+            None if reads.all() else reads,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class SegmentBatch:
     """b segments of similar length, none of which is above another, padded to the length L of the longest.
 
@@ -73,6 +116,7 @@ class PackedTree(PackedSequences):
         order: [T] For each token of the pack, its index among all ranks' tokens in rank order; None on one rank.
         batches: All segments, in an order in which each one comes after those above it.
         batch_slots: [T] For each token of the pack, its index among the concatenated keys of `batches`.
+        flash_calls: The whole attention without a window.
         cp_rank: This rank among the context-parallel ranks.
         cp_size: The number of context-parallel ranks.
     """
@@ -83,6 +127,7 @@ class PackedTree(PackedSequences):
     order: Tensor | None
     batches: tuple[SegmentBatch, ...]
     batch_slots: Tensor
+    flash_calls: tuple[FlashCall, ...]
     cp_rank: int
     cp_size: int
 
@@ -102,6 +147,7 @@ class PackedTree(PackedSequences):
         local = PackedSequences.from_padded_lengths(padded_lengths, cp_group)
         whole = local if size == 1 else PackedSequences.from_padded_lengths(padded_lengths, None)
         begins = torch.tensor([segment.begin for segment in tree.segments])
+        boundaries = tuple(local.starts.tolist())
         return cls(
             local.positions + begins.repeat_interleave(torch.tensor(padded_lengths) // size),
             local.slots,
@@ -109,20 +155,19 @@ class PackedTree(PackedSequences):
             local.starts,
             max(segment.begin + length for segment, length in zip(tree.segments, padded_lengths, strict=True)),
             tree,
-            tuple(local.starts.tolist()),
+            boundaries,
             whole.slots,
             None if size == 1 else _find_rank_order(padded_lengths, size),
             *_batch_by_depth(tree, padded_lengths),
+            _plan_flash_calls(tree, boundaries, rank, size),
             rank,
             size,
         )
 
     def list_ancestors(self) -> Iterator[AttentionPart]:
         """Yield the attention to each segment with others below it, of all tokens below it."""
-        for index, segment in enumerate(self.tree.segments):
-            if segment.end > index + 1:
-                below = slice(self.boundaries[index + 1] // self.cp_size, self.boundaries[segment.end] // self.cp_size)
-                yield AttentionPart(below, self._keys(index, 0), segment.begin)
+        for index, below, keys in _list_ancestors(self.tree, self.boundaries, self.cp_size):
+            yield AttentionPart(below, keys, self.tree.segments[index].begin)
 
     def list_ancestors_in_window(self, window: int) -> Iterator[AttentionPart]:
         """Yield the attention to ancestors if a token attends to the `window` - 1 tokens before it.
@@ -160,11 +205,49 @@ class PackedTree(PackedSequences):
         yield slice(start + size, stop), begin + (zigzag_slices(self.cp_size) - 1 - self.cp_rank) * size
 
 
-def _batch_by_depth(tree: PrefixTree, padded_lengths: Sequence[int]) -> tuple[tuple[SegmentBatch, ...], Tensor]:
-    """Return `PackedTree.batches` and `PackedTree.batch_slots`."""
+def _list_ancestors(tree: PrefixTree, boundaries: Sequence[int], cp_size: int) -> Iterator[tuple[int, slice, slice]]:
+    """Yield (segment, a rank's tokens below it, its tokens without padding) of each segment with others below it."""
+    for index, segment in enumerate(tree.segments):
+        if segment.end > index + 1:
+            below = slice(boundaries[index + 1] // cp_size, boundaries[segment.end] // cp_size)
+            yield index, below, slice(boundaries[index], boundaries[index] + segment.length)
+
+
+def _plan_flash_calls(tree: PrefixTree, boundaries: Sequence[int], cp_rank: int, cp_size: int) -> tuple[FlashCall, ...]:
+    """Return one call for each level of ancestors, and before them the calls of the segments' own keys.
+
+    Those are one call, or under context parallelism one for each of the rank's two slices of a segment.
+    """
+    own: list[list[tuple[slice, slice]]] = [[] for _ in range(min(cp_size, 2))]
+    for start, stop in pairwise(boundaries):
+        local, cp_slice = start // cp_size, (stop - start) // zigzag_slices(cp_size)
+        for number, (pairs, place) in enumerate(
+            zip(own, (cp_rank, zigzag_slices(cp_size) - 1 - cp_rank), strict=False)
+        ):
+            queries = slice(local + number * cp_slice, local + (number + 1) * cp_slice)
+            pairs.append((queries, slice(start, start + (place + 1) * cp_slice)))
+    levels: dict[int, list[tuple[slice, slice]]] = defaultdict(list)
+    depths = _find_depths(tree)
+    for index, below, keys in _list_ancestors(tree, boundaries, cp_size):
+        levels[depths[index]].append((below, keys))
+    sizes = (boundaries[-1] // cp_size, boundaries[-1])
+    return (
+        *(FlashCall.from_pairs(pairs, *sizes, is_causal=True) for pairs in own),
+        *(FlashCall.from_pairs(pairs, *sizes, is_causal=False) for _, pairs in sorted(levels.items())),
+    )
+
+
+def _find_depths(tree: PrefixTree) -> list[int]:
+    """Return the number of segments above each segment."""
     depths: list[int] = []
     for segment in tree.segments:
         depths.append(0 if segment.parent is None else depths[segment.parent] + 1)
+    return depths
+
+
+def _batch_by_depth(tree: PrefixTree, padded_lengths: Sequence[int]) -> tuple[tuple[SegmentBatch, ...], Tensor]:
+    """Return `PackedTree.batches` and `PackedTree.batch_slots`."""
+    depths = _find_depths(tree)
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, length in enumerate(padded_lengths):
         alike[depths[index], length.bit_length()].append(index)

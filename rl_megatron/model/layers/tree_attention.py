@@ -1,8 +1,8 @@
 """Attention within prefix trees: a token attends to earlier tokens of its segment, and to all ancestors of the segment.
 
 The segments of a pack lie depth first. So the tokens below a segment follow it without a gap, and attend to it in one
-call of a kernel, without a copy of its keys and values. Each part returns its output and its log-sum-exp, with which
-parts are merged:
+call of a kernel, without a copy of its keys and values. torch's flash kernel computes a whole level of ancestors in one call.
+Each part returns its output and its log-sum-exp, with which parts are merged:
 
     l = log Σ_i exp(l_i)          o = Σ_i exp(l_i − l)·o_i
 
@@ -18,11 +18,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rl_megatron.model.layers.attention_kernels import Attended, attend_backward, attend_with_log_sum
-from rl_megatron.model.layers.packed_tree import AttentionPart, PackedTree
+from rl_megatron.model.layers.packed_tree import AttentionPart, FlashCall, PackedTree
 from rl_megatron.model.layers.sinks import add_sinks, compute_sink_gradients
 
 Biases = Sequence[Tensor | None]
 _Triple = tuple[Tensor, Tensor, Tensor]
+_FLASH = torch.ops.aten._flash_attention_forward
+_FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
 
 
 def attend_in_tree(
@@ -45,6 +47,61 @@ def attend_in_tree(
     if query.is_cuda and key.size(1) != query.size(1):  # the kernel that accepts a bias lacks grouped queries
         key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
     return _TreeAttention.apply(query, key, value, sinks, tree, own_biases, parts, scale).flatten(1)
+
+
+def attend_in_tree_by_flash(
+    query: Tensor, key: Tensor, value: Tensor, calls: Sequence[FlashCall], scale: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Return `attend_in_tree` without a window, by torch's flash kernel. `calls` are the tree's `flash_calls`."""
+    return _FlashTreeAttention.apply(query, key, value, sinks, calls, scale).flatten(1)
+
+
+class _FlashTreeAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, calls: Sequence[FlashCall],
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        merged, log_sum, randoms = None, None, []
+        for call in calls:
+            output, more, *random, _ = _FLASH(
+                query, key, value, call.query_starts, call.key_starts, call.most_queries, call.most_keys, 0.0,
+                call.is_causal, False, scale=scale,
+            )  # fmt: skip
+            randoms.append(random)
+            more = more.T
+            if call.reads is not None:  # the kernel returns +inf for queries without keys
+                more = more.masked_fill(~call.reads[:, None], -torch.inf)
+            if merged is None or log_sum is None:
+                merged, log_sum = output.to(torch.promote_types(output.dtype, torch.float32)), more
+                continue
+            total = torch.logaddexp(log_sum, more)
+            merged.mul_((log_sum - total).exp()[..., None]).add_(output * (more - total).exp()[..., None])
+            log_sum = total
+        assert merged is not None and log_sum is not None
+        if sinks is not None:
+            merged, log_sum = add_sinks(merged, log_sum, sinks)
+        merged = merged.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, merged, log_sum)
+        ctx.calls, ctx.scale, ctx.randoms = calls, scale, randoms
+        return merged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, output, log_sum = ctx.saved_tensors
+        totals: tuple[Tensor, ...] = ()
+        sums_by_head = log_sum.T.contiguous()
+        for call, random in zip(ctx.calls, ctx.randoms, strict=True):
+            gradients = _FLASH_BACKWARD(
+                gradient, query, key, value, output, sums_by_head, call.query_starts, call.key_starts,
+                call.most_queries, call.most_keys, 0.0, call.is_causal, *random, scale=ctx.scale,
+            )  # fmt: skip
+            totals = tuple(map(torch.add, totals, gradients)) if totals else gradients
+        for_sinks = None
+        if sinks is not None:
+            for_sinks = compute_sink_gradients(gradient, output, log_sum, sinks).sum(0).to(sinks.dtype)
+        return *totals, for_sinks, None, None
 
 
 class _TreeAttention(torch.autograd.Function):
