@@ -100,8 +100,8 @@ def next_token_stats(
         mask: [B, S] aligned with input_ids. Tokens with mask 0 are not evaluated: their logprob, entropy and gradient
             are exactly 0.
         most_counted: The largest number of evaluated tokens on any sequence-parallel rank: `Sharding.most_counted` if
-            `mask` is the batch's token_mask·sample_mask. None: `linear_logprobs` waits for the device to count them, and
-            so do sequences that share tokens and gather ids.
+            `mask` is the batch's token_mask·sample_mask. None: `linear_logprobs` waits for the device to count them; so
+            does `gather_ids` if sequences share tokens.
         backend: See `vocab_parallel_logprobs`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The attention of a padded batch, of a pack and of a decoding step, beside torch's other kernels for the same.
+"""The attention of a padded batch, a pack, a prefix tree and a decoding step, beside other kernels for the same.
 
 Ours is torch's flash kernel, called by its operator. cuDNN's builds a plan for every new shape, so the first call of a
 shape is timed apart from the later ones.
@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,10 +20,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu_check.profiling import profile_of
 from benchmarks.gpu_check.record import Record
 from benchmarks.gpu_check.setting import Setting
+from rl_megatron.batching.prefix_tree import PrefixTree
 from rl_megatron.model.layers.attention import attend, attend_by_cudnn
 from rl_megatron.model.layers.attention_kernels import attend_within_pack
 from rl_megatron.model.layers.packed import build_causal_bias
+from rl_megatron.model.layers.packed_tree import PackedTree
+from rl_megatron.model.layers.tree_attention import attend_in_tree, attend_in_tree_by_flash
 from rl_megatron.topology.device import start_device
+from rl_megatron.topology.transfer import send
 
 HEADS, GROUPS, WIDTH = 14, 2, 64  # of Qwen2.5-0.5B
 SHAPES = (  # sequences, tokens of each
@@ -30,18 +35,21 @@ SHAPES = (  # sequences, tokens of each
     (3, 777),
 )  # fmt: skip
 TINY_SHAPES = ((1, 16), (2, 32))
+TREES = ((4, 1024, 8, 256), (8, 512, 8, 512), (1, 4096, 16, 256))  # prompts, tokens of each, samples, their tokens
+TINY_TREES = ((2, 5, 3, 4),)
 SLOTS, WIDTHS, TINY_WIDTHS = 64, (160, 256, 384, 512, 768, 1024, 1536, 2048), (32, 64)
 OURS, MATH = "ours", "math"
 _LATER, _ERROR = 10, 2e-2
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION, MATH: SDPBackend.MATH}
 
-# The sides of each kind, on a GPU and (tiny) on the CPU. The rival of a pack is the same sequences, padded.
+# The sides of each kind, on a GPU and (tiny) on the CPU. The rival of a pack is the same sequences, padded; that of a
+# tree is a batch of its whole sequences.
 SIDES = {
     False: {
         "causal": (OURS, "cuDNN", "flash", "efficient"), "decoding": (OURS, "cuDNN", "efficient"),
-        "packed": (OURS, "padded"),
+        "packed": (OURS, "padded"), "tree": (OURS, "unshared"),
     },
-    True: {"causal": (OURS, "flash", MATH), "decoding": (OURS, MATH)},
+    True: {"causal": (OURS, "flash", MATH), "decoding": (OURS, MATH), "tree": (OURS, "unshared")},
 }  # fmt: skip
 
 Call = Callable[[], Tensor]
@@ -98,7 +106,7 @@ def _time(kind: str, side: str, setting: Setting, device: torch.device, record: 
             _ended(call, device)
             seconds.append(time.perf_counter() - began)
         later += statistics.median(seconds)
-        wanted = reference().float()
+        wanted = reference().float()[: len(output)]  # that of a tree also has the gradients
         error = ((output.float() - wanted).abs() / wanted.abs().clamp(min=1.0)).max().item()
         record.at_most(f"{kind}, {side}: error, {shape}", error, _ERROR)
     longest = profile_of(call, device).longest
@@ -126,6 +134,10 @@ def _calls(kind: str, side: str, tiny: bool, device: torch.device) -> Iterator[t
             ours = _decoding(OURS, queries, keys, values, mask)
             yield f"{width} columns", ours, _decoding(side, queries, keys, values, mask)
         return
+    if kind == "tree":
+        for numbers in TINY_TREES if tiny else TREES:
+            yield _tree(*numbers, side, device)
+        return
     for count, length in TINY_SHAPES if tiny else SHAPES:
         tensors = [_random(length, count, heads, WIDTH, device=device) for heads in (HEADS, GROUPS, GROUPS)]
         for tensor in tensors:
@@ -149,6 +161,48 @@ def _with_backward(attention: Callable[[Tensor, Tensor, Tensor], Tensor], tensor
         return output.detach()
 
     return call
+
+
+def _tree(
+    prompts: int, prompt: int, samples: int, response: int, side: str, device: torch.device
+) -> tuple[str, Call, Call]:
+    """Return the calls of a tree: output and mean gradients of its tokens, flattened; unshared only the output."""
+    count = prompts * samples
+    tree = PrefixTree.build([prompt + response] * count, ([0] + [prompt] * (samples - 1)) * prompts)
+    lengths = [segment.length for segment in tree.segments]
+    starts = [0, *accumulate(lengths)]
+    packed = send(PackedTree.from_tree(tree, lengths, None), device)
+    rows = torch.cat([torch.arange(starts[i], starts[i + 1]) for path in tree.paths for i in path]).to(device)
+    tensors = [_random(len(packed.positions), heads, WIDTH, device=device) for heads in (HEADS, GROUPS, GROUPS)]
+    for tensor in tensors:
+        tensor.requires_grad_()
+    whole = [x.detach()[rows].requires_grad_() for x in tensors]
+
+    def shared() -> Tensor:
+        if device.type == "cuda":
+            output = attend_in_tree_by_flash(*tensors, packed.flash_calls, None, None)
+        else:
+            parts = [(part, None) for part in packed.list_ancestors()]
+            output = attend_in_tree(*tensors, packed, [None] * len(packed.buckets), parts, None)
+        weights = torch.bincount(rows)[:, None].expand_as(output).to(output)  # sequences that have the token
+        gradients = [x / samples for x in torch.autograd.grad(output, tensors, weights)]
+        return torch.cat([x.detach().flatten() for x in (output[rows], *gradients)])
+
+    def attend_whole() -> tuple[Tensor, ...]:
+        sequences = [x.unflatten(0, (count, -1)).transpose(0, 1) for x in whole]
+        output = attend(*sequences, None, None).transpose(0, 1).flatten(0, 1)
+        return output.detach().flatten(), *torch.autograd.grad(output, whole, torch.ones_like(output))
+
+    def reference() -> Tensor:
+        output, *gradients = attend_whole()
+        sums = [
+            torch.zeros(x.shape, device=device).index_add_(0, rows, gradient.float()).flatten()
+            for x, gradient in zip(tensors, gradients, strict=True)
+        ]
+        return torch.cat([output, *(x / samples for x in sums)])
+
+    name = f"{prompts} prompts of {prompt}, {samples} samples of {response}"
+    return name, reference, shared if side == OURS else lambda: attend_whole()[0]
 
 
 def _causal(side: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

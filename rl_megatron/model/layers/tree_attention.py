@@ -1,8 +1,8 @@
 """Attention within prefix trees: a token attends to earlier tokens of its segment, and to all ancestors of the segment.
 
 The segments of a pack lie depth first. So the tokens below a segment follow it without a gap, and attend to it in one
-call of a kernel, without a copy of its keys and values. torch's flash kernel computes a whole level of ancestors in one call.
-Each part returns its output and its log-sum-exp, with which parts are merged:
+call of a kernel, without a copy of its keys and values. torch's flash kernel computes a whole level of ancestors in one
+call. Each part returns its output and its log-sum-exp, with which parts are merged:
 
     l = log Σ_i exp(l_i)          o = Σ_i exp(l_i − l)·o_i
 

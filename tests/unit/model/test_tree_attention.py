@@ -92,10 +92,9 @@ def scores_of(query, key, is_causal, scale):
     return scores.masked_fill(~seen, -torch.inf)
 
 
-def flash(
-    query, key, value, query_starts, key_starts, most_queries, most_keys, dropout, is_causal, debug, *, scale=None
-):
+def flash(query, key, value, *options, scale=None):
     """Pairs without keys give 0 and +inf. What is beyond the largest numbers is not written."""
+    query_starts, key_starts, most_queries, most_keys, _, is_causal, _ = options
     output, log_sum = torch.full_like(query, torch.nan), query.new_full((query.size(1), len(query)), torch.nan)
     for queries, keys in pairs_of(query_starts, key_starts):
         written = slice(queries.start, min(queries.stop, queries.start + most_queries))
@@ -107,10 +106,8 @@ def flash(
     return output, log_sum, query.new_zeros(2), query.new_zeros(()), query.new_zeros(0)
 
 
-def flash_backward(
-    gradient, query, key, value, output, log_sum, query_starts, key_starts, most_queries, most_keys, dropout,
-    is_causal, random, unused, *, scale=None,
-):  # fmt: skip
+def flash_backward(gradient, query, key, value, output, log_sum, *options, scale=None):
+    query_starts, key_starts, most_queries, most_keys, _, is_causal, *_ = options
     gradients = [torch.full_like(x, torch.nan) for x in (query, key, value)]
     factor = query.size(-1) ** -0.5 if scale is None else scale
     for queries, keys in pairs_of(query_starts, key_starts):
