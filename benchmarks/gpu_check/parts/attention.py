@@ -188,13 +188,13 @@ def _tree(
         gradients = [x / samples for x in torch.autograd.grad(output, tensors, weights)]
         return torch.cat([x.detach().flatten() for x in (output[rows], *gradients)])
 
-    def attend_whole() -> tuple[Tensor, ...]:
-        sequences = [x.unflatten(0, (count, -1)).transpose(0, 1) for x in whole]
+    def attend_whole(tokens: list[Tensor]) -> tuple[Tensor, ...]:
+        sequences = [x.unflatten(0, (count, -1)).transpose(0, 1) for x in tokens]
         output = attend(*sequences, None, None).transpose(0, 1).flatten(0, 1)
-        return output.detach().flatten(), *torch.autograd.grad(output, whole, torch.ones_like(output))
+        return output.detach().flatten(), *torch.autograd.grad(output, tokens, torch.ones_like(output))
 
     def reference() -> Tensor:
-        output, *gradients = attend_whole()
+        output, *gradients = attend_whole([x.detach().float().requires_grad_() for x in whole])
         sums = [
             torch.zeros(x.shape, device=device).index_add_(0, rows, gradient.float()).flatten()
             for x, gradient in zip(tensors, gradients, strict=True)
@@ -202,7 +202,7 @@ def _tree(
         return torch.cat([output, *(x / samples for x in sums)])
 
     name = f"{prompts} prompts of {prompt}, {samples} samples of {response}"
-    return name, reference, shared if side == OURS else lambda: attend_whole()[0]
+    return name, reference, shared if side == OURS else lambda: attend_whole(whole)[0]
 
 
 def _causal(side: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
