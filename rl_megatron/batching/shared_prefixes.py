@@ -30,12 +30,15 @@ first; and the number of tokens that the two share.
 
 PREFIX_FACTS = (NEIGHBOUR, SHARED)
 
+MOST_LEVELS = 64
+"""The most segments of a sequence. Each level of a tree costs some calls of kernels."""
+
 
 def find_shared_prefixes(batch: Mapping[str, Any], lengths: Sequence[int]) -> dict[str, Tensor]:
     """Return `NEIGHBOUR` and `SHARED` [n] int32 of sequences with the key `PREFIX_SET`.
 
     The last token that two sequences have in common is not shared, because different tokens follow it. So each shared
-    token has one next token.
+    token has one next token. A set whose tree would have more than `MOST_LEVELS` levels is divided.
     """
     ids, sets = batch["input_ids"].numpy(), batch[PREFIX_SET].tolist()
     experts = batch[ROUTED_EXPERTS].numpy() if ROUTED_EXPERTS in batch else None
@@ -49,7 +52,8 @@ def find_shared_prefixes(batch: Mapping[str, Any], lengths: Sequence[int]) -> di
             continue
         words = {sequence: ids[sequence, : lengths[sequence]].astype(">u4").tobytes() for sequence in sequences}
         sequences.sort(key=words.__getitem__)
-        for previous, sequence in zip(sequences, sequences[1:], strict=False):
+        found = [0]
+        for previous, sequence in pairwise(sequences):
             common = min(lengths[previous], lengths[sequence])
             common = _count_equal(ids[previous, :common], ids[sequence, :common]) - 1
             if common > 0:
@@ -57,9 +61,23 @@ def find_shared_prefixes(batch: Mapping[str, Any], lengths: Sequence[int]) -> di
                 common = _count_equal(temperatures[previous, read], temperatures[sequence, read])
             if common > 0 and experts is not None:
                 common = _count_equal(experts[previous, :common], experts[sequence, :common])
-            if common > 0:
+            found.append(max(common, 0))
+        _limit_levels(found, [lengths[sequence] for sequence in sequences], 0, len(sequences))
+        for previous, sequence, common in zip(sequences, sequences[1:], found[1:], strict=False):
+            if common:
                 neighbours[sequence], shared[sequence] = previous - sequence, common
     return {NEIGHBOUR: torch.from_numpy(neighbours), SHARED: torch.from_numpy(shared)}
+
+
+def _limit_levels(shared: list[int], lengths: Sequence[int], start: int, stop: int) -> None:
+    """Set an entry of `shared` from `start` to `stop` to 0 wherever a tree of these sequences would be too deep."""
+    if stop - start > MOST_LEVELS:  # a sequence has at most as many segments as the tree has sequences
+        tree = PrefixTree.build(lengths[start:stop], [0, *shared[start + 1 : stop]])
+        if tree.depth > MOST_LEVELS:
+            middle = (start + stop) // 2
+            shared[middle] = 0
+            _limit_levels(shared, lengths, start, middle)
+            _limit_levels(shared, lengths, middle, stop)
 
 
 def _expand_temperature(batch: Mapping[str, Any]) -> Tensor:

@@ -16,7 +16,7 @@ from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.prefix_tree import PrefixTree
 from rl_megatron.batching.rank_plan import plan_lengths
 from rl_megatron.batching.routing import ROUTED_EXPERTS
-from rl_megatron.batching.shared_prefixes import PREFIX_SET, SharedPrefixes, find_shared_prefixes
+from rl_megatron.batching.shared_prefixes import MOST_LEVELS, PREFIX_SET, SharedPrefixes, find_shared_prefixes
 from rl_megatron.data.batch import BatchedDataDict
 
 LAYOUT = SimpleNamespace(data=1, context=1, sequence_multiple=1)
@@ -163,6 +163,13 @@ def test_a_group_is_divided_where_that_balances_ranks():
 def test_a_group_that_does_not_fit_a_pack_is_divided():
     planned, _ = plan([20] * 4, [0, 15, 15, 15], [0] * 4, tokens=26)
     assert planned.shares_prefixes and planned.plan.slots[0] == [25, 25]
+
+
+def test_a_set_with_too_many_levels_is_divided():
+    lengths = [3 * number for number in range(1, 101)]
+    planned, prefixes = plan(lengths, [0, *(length - 1 for length in lengths[:-1])], [0] * 100, tokens=10_000)
+    assert planned.shares_prefixes
+    assert prefixes.grow(range(100), lengths).depth == 50 < MOST_LEVELS
 
 
 def test_sequences_without_a_common_beginning_are_planned_as_ever():
