@@ -101,7 +101,7 @@ def count_forward_flops(
     linear = sum(count * count_layer_flops(shape, kind, microbatch.tokens) for kind, count in counts)
     key_size, value_size = _get_head_sizes(model)
     windows, context = shape.windows(stage).items(), parallel.context
-    pairs = sum(count * microbatch.pairs(context, window) for window, count in windows)
+    pairs = sum(count * microbatch.pairs(context, window, context_rank) for window, count in windows)
     computed = sum(count * microbatch.computed_pairs(context, window) for window, count in windows)
     needed = sum(count * microbatch.needed_pairs(context, window) for window, count in windows)
     per_pair = 2 * model.num_attention_heads // parallel.tensor * (key_size + value_size)

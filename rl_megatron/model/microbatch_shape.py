@@ -6,15 +6,18 @@ All counts are computed by formulas, without loops over tokens.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Self
 
 from rl_megatron.batching.microbatch import padded_lengths
 from rl_megatron.batching.packing import round_up
+from rl_megatron.batching.prefix_tree import PrefixTree
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import DeltaShape
 from rl_megatron.model.layers.delta_rule import BLOCK
+from rl_megatron.model.layers.packed_tree import group_by_depth, list_ancestors_in_window
 from rl_megatron.topology.degrees import SequenceLayout
 
 
@@ -35,15 +38,22 @@ class DeltaFlops(NamedTuple):
 NO_DELTA = DeltaFlops(0, 0, 0)
 
 
-def count_delta_flops(shape: DeltaShape, length: int) -> DeltaFlops:
-    """Return the operations of the blockwise gated delta rule (`model/layers/delta_rule.py`) on a sequence."""
+def count_delta_flops(
+    shape: DeltaShape, length: int, *, has_earlier: bool = False, has_later: bool = False
+) -> DeltaFlops:
+    """Return the operations of the blockwise gated delta rule (`model/layers/delta_rule.py`) on a sequence.
+
+    With `has_earlier`, it starts from the memory of earlier tokens, and with `has_later`, later tokens start from its
+    own. Then these memories have gradients.
+    """
     block = min(BLOCK, length)
     blocks, key, value = -(-length // block), shape.key, shape.value
     scores = 4 * block**2 * key + shape.values * 2 * block**2 * value  # keys·keys and queries·keys; then scores·values
     solve = shape.values * block**2 * (key + value)
     with_memory = shape.values * 2 * block * key * value  # of each of three products: correct, write, read
-    # The backward pass needs no gradient of the first memory or of the last write.
-    backward = (6 * blocks - 3 if blocks > 1 else 2) * with_memory
+    # Without earlier or later tokens, the backward pass needs no gradient of the first memory or of the last write.
+    of_first = 0 if has_earlier else 1 if blocks > 1 else 2
+    backward = (6 * blocks - of_first - (0 if has_later else 2)) * with_memory
     return DeltaFlops(
         shape.groups * blocks * (scores + solve + 3 * with_memory),
         shape.groups * (blocks * (2 * scores + 3 * solve) + backward),
@@ -62,6 +72,7 @@ class MicrobatchShape:
         prompt_tokens: The number of tokens without loss at the beginning of each sequence.
         is_packed: Whether the sequences are one after the other. Otherwise they are side by side, and all padded to
             the width.
+        tree: If sequences share tokens, the tree whose segments `lengths` and `padded_lengths` refer to.
     """
 
     lengths: tuple[int, ...]
@@ -69,6 +80,7 @@ class MicrobatchShape:
     width: int
     prompt_tokens: int
     is_packed: bool
+    tree: PrefixTree | None = None
 
     @classmethod
     def from_lengths(
@@ -88,12 +100,18 @@ class MicrobatchShape:
             padded = [round_up(width, layout.sequence_multiple)] * len(lengths)
         return cls(tuple(lengths), tuple(padded), width, prompt_tokens, is_packed)
 
+    @classmethod
+    def from_tree(cls, tree: PrefixTree, layout: SequenceLayout, width: int, prompt_tokens: int = 0) -> Self:
+        """Return the shape of a pack of sequences that share tokens, in a layout."""
+        lengths = [segment.length for segment in tree.segments]
+        return cls(tuple(lengths), tuple(padded_lengths(lengths, layout)), width, prompt_tokens, True, tree)
+
     @property
     def tokens(self) -> int:
         """Return the number of tokens, padding included."""
         return sum(self.padded_lengths)
 
-    def pairs(self, context: int, window: int | None) -> int:
+    def pairs(self, context: int, window: int | None, context_rank: int = 0) -> int:
         """Return how many (query, key) pairs attention computes on one rank, padding included.
 
         Sequences of a pack whose lengths have equally many binary digits are computed as one batch, padded to the
@@ -103,9 +121,10 @@ class MicrobatchShape:
         Args:
             context: The context-parallel degree.
             window: The number of tokens that a token attends to, or None for no window.
+            context_rank: The context-parallel rank. With a window and shared tokens, the number depends on it.
         """
-        total, slices = 0, 2 * context
-        for lengths, longest, has_mask in self._group_attending(window):
+        total, slices = self._count_ancestor_pairs(context, window, context_rank), 2 * context
+        for lengths, longest, has_mask in self._group_attending(window, context):
             if context == 1 or has_mask:
                 total += len(lengths) * longest**2 // context
             else:
@@ -114,16 +133,35 @@ class MicrobatchShape:
 
     def computed_pairs(self, context: int, window: int | None) -> float:
         """Return the number of `pairs` that kernels compute: all if there is a mask, otherwise only causal ones."""
-        return sum(
+        return self._count_ancestor_pairs(context, window, 0) + sum(
             len(lengths) * (longest**2 if has_mask else count_causal_pairs(longest, window)) / context
-            for lengths, longest, has_mask in self._group_attending(window)
+            for lengths, longest, has_mask in self._group_attending(window, context)
         )
 
     def needed_pairs(self, context: int, window: int | None) -> float:
         """Return the number of pairs whose scores change the result, as a mean over context-parallel ranks."""
-        return sum(count_causal_pairs(length, window) for length in self.padded_lengths) / context
+        begins = [0] * len(self.lengths) if self.tree is None else [segment.begin for segment in self.tree.segments]
+        return sum(
+            count_causal_pairs(begin + length, window) - count_causal_pairs(begin, window)
+            for begin, length in zip(begins, self.padded_lengths, strict=True)
+        ) / context  # fmt: skip
 
-    def _group_attending(self, window: int | None) -> list[tuple[list[int], int, bool]]:
+    def _count_ancestor_pairs(self, context: int, window: int | None, context_rank: int) -> int:
+        """Return the number of `pairs` with keys of ancestors in the tree; 0 without a tree."""
+        if self.tree is None:
+            return 0
+        boundaries = [0, *accumulate(self.padded_lengths)]
+        segments = self.tree.segments
+        if window is None or window >= max(s.begin + n for s, n in zip(segments, self.padded_lengths, strict=True)):
+            return sum(
+                (boundaries[segment.end] - boundaries[index + 1]) // context * segment.length
+                for index, segment in enumerate(segments)
+            )
+        parts = list_ancestors_in_window(self.tree, boundaries, window, context_rank, context)
+        sizes = ((part.queries, part.keys) for part in parts)
+        return sum((queries.stop - queries.start) * (keys.stop - keys.start) for queries, keys in sizes)
+
+    def _group_attending(self, window: int | None, context: int = 1) -> list[tuple[list[int], int, bool]]:
         """Return (lengths, longest, whether a mask is needed) of each group of sequences that attention batches."""
         together: dict[int, list[int]] = defaultdict(list)
         for length in self.padded_lengths:
@@ -131,19 +169,30 @@ class MicrobatchShape:
         batches = []
         for lengths in together.values():
             longest = max(lengths)
-            batches.append((lengths, longest, len(set(lengths)) > 1 or (window is not None and window < longest)))
+            has_mask = len(set(lengths)) > 1 if self.tree is None else context > 1
+            batches.append((lengths, longest, has_mask or (window is not None and window < longest)))
         return batches
 
     def delta_rule(self, model: ModelConfig, shards: int) -> DeltaFlops:
         """Return the operations of a layer's gated delta rule on one of the `shards` ranks that split its groups."""
         shape = DeltaShape.from_model(model)
         forward = backward = needed = 0
-        for lengths, longest, _ in self._group_attending(None):
-            padded = count_delta_flops(shape, longest)
+        for lengths, has_earlier, has_later in self._group_delta():
+            padded = count_delta_flops(shape, max(lengths), has_earlier=has_earlier, has_later=has_later)
             forward += len(lengths) * padded.forward
             backward += len(lengths) * padded.backward
             needed += sum(count_delta_flops(shape, length).needed for length in lengths)
         return DeltaFlops(forward // shards, backward // shards, needed // shards)
+
+    def _group_delta(self) -> Iterator[tuple[list[int], bool, bool]]:
+        """Yield (lengths, whether earlier and whether later tokens exist) of sequences that are computed together."""
+        if self.tree is None:
+            yield from ((lengths, False, False) for lengths, *_ in self._group_attending(None))
+            return
+        for members in group_by_depth(self.tree, self.padded_lengths):
+            segments = [(number, self.tree.segments[number]) for number in members]
+            has_later = any(segment.end > number + 1 for number, segment in segments)
+            yield [self.padded_lengths[number] for number in members], segments[0][1].parent is not None, has_later
 
     def predicting(self, *, all_tokens: bool) -> list[tuple[int, int]]:
         """Return, for each sequence, the range (first, last + 1) of tokens whose predictions are read.
@@ -151,9 +200,20 @@ class MicrobatchShape:
         If `all_tokens`, all predictions are read, including those of the padding after a shorter sequence. Otherwise
         only predictions of tokens with a loss are read.
         """
+        if self.tree is not None:
+            return [self._find_read(number, all_tokens=all_tokens) for number in range(len(self.lengths))]
         if all_tokens:
             return [(0, min(length, self.width - 1) if self.is_packed else self.width - 1) for length in self.lengths]
         return [(max(0, self.prompt_tokens - 1), length - 1) for length in self.lengths]
+
+    def _find_read(self, number: int, *, all_tokens: bool) -> tuple[int, int]:
+        """Return the range (first, last + 1) of a segment's tokens whose predictions are read."""
+        assert self.tree is not None
+        segment = self.tree.segments[number]
+        if all_tokens:
+            return 0, min(segment.length, self.width - 1 - segment.begin)
+        is_last = segment.end == number + 1  # of its sequence
+        return max(0, self.prompt_tokens - 1 - segment.begin), segment.length - is_last
 
 
 def count_causal_pairs(length: int, window: int | None) -> float:

@@ -170,39 +170,41 @@ class PackedTree(PackedSequences):
             yield AttentionPart(below, keys, self.tree.segments[index].begin)
 
     def list_ancestors_in_window(self, window: int) -> Iterator[AttentionPart]:
-        """Yield the attention to ancestors if a token attends to the `window` - 1 tokens before it.
+        """Yield the attention to ancestors if a token attends to the `window` - 1 tokens before it."""
+        yield from list_ancestors_in_window(self.tree, self.boundaries, window, self.cp_rank, self.cp_size)
 
-        It has the queries that attend to at least one key of the ancestor, and all keys that one of them attends to.
-        """
-        for index, segment in enumerate(self.tree.segments):
-            for queries, first in self._list_runs(index):
-                ancestor = segment.parent
-                while ancestor is not None:
-                    above = self.tree.segments[ancestor]
-                    stop = above.begin + above.length
-                    seeing = min(queries.stop - queries.start, stop + window - 1 - first)
-                    if seeing <= 0:
-                        break
-                    begin = max(above.begin, first - window + 1)
-                    keys = self._keys(ancestor, begin - above.begin)
-                    yield AttentionPart(slice(queries.start, queries.start + seeing), keys, begin, first)
-                    ancestor = above.parent
 
-    def _keys(self, index: int, first: int) -> slice:
-        """Return the keys of a segment from the `first` one on, without padding."""
-        start = self.boundaries[index]
-        return slice(start + first, start + self.tree.segments[index].length)
+def list_ancestors_in_window(
+    tree: PrefixTree, boundaries: Sequence[int], window: int, cp_rank: int, cp_size: int
+) -> Iterator[AttentionPart]:
+    """Yield the attention to ancestors of a rank's tokens if a token attends to the `window` - 1 tokens before it.
 
-    def _list_runs(self, index: int) -> Iterator[tuple[slice, int]]:
-        """Yield this rank's tokens of a segment that follow each other in its sequences, with their first position."""
-        begin = self.tree.segments[index].begin
-        start, stop = (boundary // self.cp_size for boundary in self.boundaries[index : index + 2])
-        if self.cp_size == 1:
-            yield slice(start, stop), begin
-            return
-        size = (stop - start) // 2
-        yield slice(start, start + size), begin + self.cp_rank * size
-        yield slice(start + size, stop), begin + (zigzag_slices(self.cp_size) - 1 - self.cp_rank) * size
+    It has the queries that attend to at least one key of the ancestor, and all keys that one of them attends to.
+    `boundaries` are the cumulative padded lengths of the segments over all ranks.
+    """
+    for index, segment in enumerate(tree.segments):
+        for queries, first in _list_runs(segment.begin, boundaries[index : index + 2], cp_rank, cp_size):
+            ancestor = segment.parent
+            while ancestor is not None:
+                above, start = tree.segments[ancestor], boundaries[ancestor]
+                seeing = min(queries.stop - queries.start, above.begin + above.length + window - 1 - first)
+                if seeing <= 0:
+                    break
+                begin = max(above.begin, first - window + 1)
+                keys = slice(start + begin - above.begin, start + above.length)
+                yield AttentionPart(slice(queries.start, queries.start + seeing), keys, begin, first)
+                ancestor = above.parent
+
+
+def _list_runs(begin: int, boundaries: Sequence[int], cp_rank: int, cp_size: int) -> Iterator[tuple[slice, int]]:
+    """Yield a rank's tokens of a segment that follow each other in its sequences, with their first position."""
+    start, stop = (boundary // cp_size for boundary in boundaries)
+    if cp_size == 1:
+        yield slice(start, stop), begin
+        return
+    size = (stop - start) // 2
+    yield slice(start, start + size), begin + cp_rank * size
+    yield slice(start + size, stop), begin + (zigzag_slices(cp_size) - 1 - cp_rank) * size
 
 
 def _list_ancestors(tree: PrefixTree, boundaries: Sequence[int], cp_size: int) -> Iterator[tuple[int, slice, slice]]:
@@ -245,16 +247,20 @@ def _find_depths(tree: PrefixTree) -> list[int]:
     return depths
 
 
+def group_by_depth(tree: PrefixTree, padded_lengths: Sequence[int]) -> list[list[int]]:
+    """Return the indices of all segments, those of similar length and equal depth together, the highest first."""
+    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for index, (depth, length) in enumerate(zip(_find_depths(tree), padded_lengths, strict=True)):
+        alike[depth, length.bit_length()].append(index)
+    return [members for _, members in sorted(alike.items())]
+
+
 def _batch_by_depth(tree: PrefixTree, padded_lengths: Sequence[int]) -> tuple[tuple[SegmentBatch, ...], Tensor]:
     """Return `PackedTree.batches` and `PackedTree.batch_slots`."""
-    depths = _find_depths(tree)
-    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, length in enumerate(padded_lengths):
-        alike[depths[index], length.bit_length()].append(index)
     padded = torch.tensor(padded_lengths)
     starts = padded.cumsum(0) - padded
     batches, slots, num_slots = [], torch.empty(int(padded.sum()), dtype=torch.long), 0
-    for _, members in sorted(alike.items()):
+    for members in group_by_depth(tree, padded_lengths):
         length = max(padded_lengths[index] for index in members)
         within = torch.arange(length)
         keys, is_own = starts[members][:, None] + within, within < padded[members][:, None]

@@ -13,6 +13,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from rl_megatron.batching.config import Batching
+from rl_megatron.batching.microbatch import Microbatch
+from rl_megatron.batching.shared_prefixes import PREFIX_SET
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
@@ -22,6 +24,7 @@ from rl_megatron.model.flops import count_forward_flops
 from rl_megatron.model.layers import norms
 from rl_megatron.model.microbatch_shape import MicrobatchShape
 from rl_megatron.model.sharded_shape import Head, ShardedShape
+from rl_megatron.topology.topology import Topology
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.runner import FusedHead
 from tests.parallel.layouts import MODEL, build_policy
@@ -42,6 +45,8 @@ PADDED, PACKED = Batching(sequences=2), Batching("packed", tokens=64)
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 5
+SHARED_PREFIXES = Batching("packed", tokens=96, share_prefixes=True)
+TREES = (24, 20, 24, 24, 13, 24, 20, 17)  # sequences whose batch has common beginnings
 EQUAL, MIXED = (24,) * 8, (24, 9, 17, 12, 6, 24, 20, 11)
 # torch has no formulas for these operators of the CPU.
 CPU_FORMULAS = {
@@ -85,17 +90,34 @@ CASES: dict[str, tuple[int, ModelConfig, dict[str, Any], Batching, tuple[int, ..
         2, replace(DELTA, **SELECTIVE), {"tensor": 2, "sequence": True}, PACKED, MIXED, "lm", True,
     ),
     "delta rule, context 2": (2, DELTA, {"context": 2}, PACKED, EQUAL, "lm", False),
+    "shared prefixes": (1, MODEL, {}, SHARED_PREFIXES, TREES, "lm", True),
+    "shared prefixes, windows, full recomputation": (
+        1, replace(GEMMA, **FULL), {}, SHARED_PREFIXES, TREES, "lm", False,
+    ),
+    "shared prefixes, context 2, windows": (
+        4, GEMMA, {"context": 2, "tensor": 2, "sequence": True}, SHARED_PREFIXES, TREES, "lm", True,
+    ),
+    "shared prefixes, delta rule, tensor 2": (
+        2, DELTA, {"tensor": 2, "sequence": True}, replace(SHARED_PREFIXES, tokens=512), (99, 99, 90, 20), "lm", True,
+    ),
+    "shared prefixes, delta rule, context 2": (2, DELTA, {"context": 2}, SHARED_PREFIXES, TREES, "lm", False),
     "score head": (1, MODEL, {}, PADDED, EQUAL, "score", False),
 }  # fmt: skip
 
 
 def batch(lengths: tuple[int, ...], head: Head) -> BatchedDataDict:
-    """Return sequences, of which the tokens after the first few are learned from."""
+    """Return sequences, of which the tokens after the first few are learned from. Four each may share tokens."""
     shape = len(lengths), max(lengths)
     positions = torch.arange(shape[1])
     within = positions < torch.tensor(lengths)[:, None]
+    ids = torch.randint(VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(0))
+    for number in range(1, len(lengths), 2):
+        ids[number, : min(lengths) - 3] = ids[number - 1, : min(lengths) - 3]
+        if number % 4 == 1 and number + 1 < len(lengths):
+            ids[number + 1, : min(lengths) - 6] = ids[number, : min(lengths) - 6]
     data = {
-        "input_ids": torch.randint(VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(0)),
+        PREFIX_SET: torch.arange(len(lengths)) // 4,
+        "input_ids": ids,
         "input_lengths": torch.tensor(lengths),
         "token_mask": (within & (positions >= PROMPT_TOKENS)).float(),
         "sample_mask": torch.ones(len(lengths)),
@@ -125,10 +147,9 @@ def counted_and_computed(case: str) -> tuple[list[int], list[int]]:
     shape = ShardedShape(model, ParallelConfig(**degrees), world_size, VOCAB_SIZE, head)
     topology, formulas = policy.topology, [0, 0]
     for microbatch in policy.plan(data, loss).microbatches:
-        planned = MicrobatchShape.from_lengths(
-            microbatch.lengths or microbatch.batch["input_lengths"].tolist(), topology, prompt_tokens=PROMPT_TOKENS,
-            is_packed=microbatch.lengths is not None, width=microbatch.batch["input_ids"].size(1),
-        )  # fmt: skip
+        if batching.share_prefixes:
+            assert microbatch.tree is not None, "nothing is shared"
+        planned = find_shape(microbatch, topology)
         for number, all_tokens in enumerate((False, True)):
             flops = count_forward_flops(
                 shape, topology.pipeline_rank, planned, fused_head=fused, all_tokens=all_tokens,
@@ -138,6 +159,16 @@ def counted_and_computed(case: str) -> tuple[list[int], list[int]]:
         if model.kv_lora_rank is not None:  # keys and values differ in size, so the CPU keeps scores, as no GPU does
             formulas[0] -= flops.attention_backward - 2 * flops.attention
     return counts, formulas
+
+
+def find_shape(microbatch: Microbatch, topology: Topology) -> MicrobatchShape:
+    width = microbatch.batch["input_ids"].size(1)
+    if microbatch.tree is not None:
+        return MicrobatchShape.from_tree(microbatch.tree, topology, width, PROMPT_TOKENS)
+    return MicrobatchShape.from_lengths(
+        microbatch.lengths or microbatch.batch["input_lengths"].tolist(), topology, prompt_tokens=PROMPT_TOKENS,
+        is_packed=microbatch.lengths is not None, width=width,
+    )  # fmt: skip
 
 
 def infer(policy: MegatronPolicy, data: BatchedDataDict, head: Head) -> None:
