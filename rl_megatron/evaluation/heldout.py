@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from rl_megatron import log
+from rl_megatron.batching.shared_prefixes import PREFIX_SET
 from rl_megatron.config.data import ANSWERS, DOCUMENTS, PAIRS, PROBLEMS
 from rl_megatron.config.loading.registry import Registry
 from rl_megatron.config.schema import StageConfig
@@ -162,7 +164,10 @@ class HeldoutPairs(Evaluation):
 
     @classmethod
     def from_stage(cls, stage: StageConfig, heldout: HeldoutBatch, tokenizer: Tokenizer) -> Self:
-        return cls(heldout.batch, per_token=getattr(configured_loss(stage.loss), "averages_logprobs", False))
+        batch = heldout.batch
+        if stage.train.share_prefixes == "auto":
+            batch = batch | {PREFIX_SET: torch.arange(batch.size) // 2}
+        return cls(batch, per_token=getattr(configured_loss(stage.loss), "averages_logprobs", False))
 
     @classmethod
     def metric_names(cls, stage: StageConfig, has_reference: bool) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from rl_megatron.batching.prefix_tree import PrefixTree
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import DeltaShape, LatentShape, LayerKind, head_size
 from rl_megatron.config.parallel import ParallelConfig
@@ -124,14 +125,23 @@ def count_forward_flops(
     )
 
 
-def count_model_flops(model: ModelConfig, vocab_size: int, head: Head, lengths: Sequence[int]) -> float:
+def count_model_flops(
+    model: ModelConfig, vocab_size: int, head: Head, lengths: Sequence[int], tree: PrefixTree | None = None
+) -> float:
     """Return the operations that count for MFU in a forward and a backward pass over whole sequences.
 
-    Padding, recomputation and attention to later tokens do not count. The head counts at every token. `lengths` has the
-    sequences' lengths. `vocab_size` is used if `model.vocab_size` is null.
+    Padding, recomputation and attention to later tokens do not count. The head counts at every token.
+
+    Args:
+        model: The model.
+        vocab_size: The vocabulary's size if `model.vocab_size` is null.
+        head: The model's head.
+        lengths: The lengths of the sequences.
+        tree: The tree of the sequences if they share tokens. Shared tokens count once.
     """
     shape = ShardedShape(model, ParallelConfig(), 1, vocab_size, head)
-    sequences = MicrobatchShape(tuple(lengths), tuple(lengths), max(lengths), prompt_tokens=0, is_packed=True)
+    alone = tuple(lengths) if tree is None else tuple(segment.length for segment in tree.segments)
+    sequences = MicrobatchShape(alone, alone, max(lengths), prompt_tokens=0, is_packed=True, tree=tree)
     return count_forward_flops(shape, 0, sequences, fused_head=False).of_model
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl_megatron.batching.config import Batching
+from rl_megatron.batching.shared_prefixes import PREFIX_SET
 from rl_megatron.checkpoint.optimizer_state import list_parts
 from rl_megatron.checkpoint.training_state import TrainingState
 from rl_megatron.config.engines import releases_memory
@@ -198,12 +199,17 @@ class RankPhases:
         length = work.sequence_tokens
         response_mask = torch.zeros(count, length)
         response_mask[:, work.prompt_tokens :] = 1.0
+        ids = torch.zeros(count, length, dtype=torch.long)
+        if work.shares_prompts and work.prompt_tokens < length:
+            ids[:, work.prompt_tokens] = torch.arange(count) % work.sequences_per_prompt
         batch = BatchedDataDict(
-            input_ids=torch.zeros(count, length, dtype=torch.long),
+            input_ids=ids,
             input_lengths=torch.full((count,), length),
             token_mask=response_mask,
             sample_mask=torch.ones(count),
         )
+        if work.shares_prompts:
+            batch[PREFIX_SET] = torch.arange(count) // work.sequences_per_prompt
         for key in keys:
             if key in batch:
                 continue

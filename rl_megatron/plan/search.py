@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from rl_megatron.batching.config import Batching
+from rl_megatron.batching.packing import round_up
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.config.schema import StageConfig
@@ -231,7 +233,8 @@ class _Searcher:
                 continue
             # Packs are balanced, so even the largest may have fewer sequences than the limit.
             most = MicrobatchSizes.from_sequences(self._per_step, data, sequences, "packed", group_size=group).largest
-            sized = replace(template, batches=Batches.from_layout(workload, layout, most, "packed", multiple))
+            batching = Batching("packed", most, most * round_up(workload.sequence_tokens, layout.sequence_multiple))
+            sized = replace(template, batches=Batches.from_layout(workload, layout, batching, multiple))
             for fused_head in (False, True):
                 self._try_memory(replace(sized, fused_head=fused_head), shapes)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Literal, Self
 
-from rl_megatron.batching.config import BatchingKind
+from rl_megatron.batching.config import Batching
+from rl_megatron.batching.prefix_tree import PrefixTree
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.model.microbatch_shape import MicrobatchShape
 from rl_megatron.model.sharded_shape import ShardedShape
 from rl_megatron.plan import closed_forms
 from rl_megatron.plan.phases import Bytes
 from rl_megatron.plan.servers import Servers
-from rl_megatron.plan.workload import MicrobatchSizes, Workload
-from rl_megatron.topology.degrees import ConfiguredLayout, sequence_multiple
+from rl_megatron.plan.workload import Workload
+from rl_megatron.topology.degrees import ConfiguredLayout
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class BatchShape:
 
     @property
     def largest(self) -> MicrobatchShape:
-        """Return the microbatch with the most sequences."""
-        return self.parts[0][0]
+        """Return the microbatch with the most tokens."""
+        return max((microbatch for microbatch, _ in self.parts), key=lambda microbatch: microbatch.tokens)
 
     @property
     def tokens(self) -> int:
@@ -64,42 +67,33 @@ class Batches:
     @classmethod
     def from_workload(cls, workload: Workload) -> Self:
         """Plan the batches of a workload in its own layout."""
-        stage = workload.stage
-        layout = ConfiguredLayout(workload.data, stage.parallel.context, sequence_multiple(stage.parallel))
-        return cls.from_layout(
-            workload, layout, workload.most_per_microbatch, stage.train.batching, workload.filled_multiple
-        )
+        layout = ConfiguredLayout.from_config(workload.stage.parallel, workload.world_size)
+        return cls.from_layout(workload, layout, workload.batching, workload.filled_multiple)
 
     @classmethod
-    def from_layout(
-        cls, workload: Workload, layout: ConfiguredLayout, most: int, kind: BatchingKind, multiple: int
-    ) -> Self:
+    def from_layout(cls, workload: Workload, layout: ConfiguredLayout, batching: Batching, multiple: int) -> Self:
         """Plan the batches of a workload in any layout.
 
         Args:
             workload: The workload; its own layout and batching are ignored.
             layout: The layout.
-            most: The most sequences of a microbatch.
-            kind: `train.batching`.
+            batching: How sequences form microbatches, with at most `sequences` sequences each.
             multiple: The number of microbatches is rounded up to a multiple of this.
         """
+        length, prompt = workload.sequence_tokens, workload.prompt_tokens
+
+        def shape_of(size: int, samples: Sequence[int] | None) -> MicrobatchShape:
+            if samples is None:
+                packed = batching.kind == "packed"
+                return MicrobatchShape.from_lengths([length] * size, layout, is_packed=packed, prompt_tokens=prompt)
+            shared = [prompt - 1 if number else 0 for count in samples for number in range(count)]
+            return MicrobatchShape.from_tree(PrefixTree.build([length] * size, shared), layout, length, prompt)
 
         def shape(sequences: int, times: int, group_size: int) -> BatchShape:
-            sizes = MicrobatchSizes.from_sequences(
-                sequences, layout.data, most, kind, group_size=group_size, multiple=multiple
-            )
-            return BatchShape(
-                tuple(
-                    (
-                        MicrobatchShape.from_lengths(
-                            [workload.sequence_tokens] * size, layout, is_packed=kind == "packed",
-                            prompt_tokens=workload.prompt_tokens,
-                        ),
-                        count * times,
-                    )
-                    for size, count in sizes.counts
-                )
-            )  # fmt: skip
+            sizes = workload.divide(sequences, layout, batching, group_size, multiple)
+            trees = sizes.trees or repeat(None)
+            parts = zip(sizes.counts, trees, strict=False)
+            return BatchShape(tuple((shape_of(size, samples), count * times) for (size, count), samples in parts))
 
         steps, group_size = workload.optimizer_batches, workload.group_size
         training = [part for sequences, times in steps for part in shape(sequences, times, group_size).parts]

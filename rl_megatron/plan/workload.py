@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from rl_megatron.batching.config import BatchingKind
+import torch
+
+from rl_megatron.batching.config import Batching, BatchingKind
+from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.packing import round_up
+from rl_megatron.batching.rank_plan import plan_lengths
+from rl_megatron.batching.shared_prefixes import NEIGHBOUR, SHARED, SharedPrefixes
 from rl_megatron.config.algorithm_kinds import PairsConfig, PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.model.sharded_shape import Head
-from rl_megatron.topology.degrees import sequence_multiple, validate, validate_model, zigzag_slices
+from rl_megatron.topology.degrees import (
+    ConfiguredLayout,
+    sequence_multiple,
+    validate,
+    validate_model,
+    zigzag_slices,
+)
 
 
 @dataclass(frozen=True)
@@ -24,9 +36,12 @@ class MicrobatchSizes:
     Attributes:
         counts: (sequences of a microbatch, how many such microbatches there are), the largest first. Padding sequences
             count only with `padded` batching. Microbatches that only fill an interleaved pipeline count, too.
+        trees: If sequences share their prompt's tokens, the number of sequences of each of its prompts, for each entry
+            of `counts`.
     """
 
     counts: tuple[tuple[int, int], ...]
+    trees: tuple[tuple[int, ...], ...] | None = None
 
     @classmethod
     def from_sequences(
@@ -58,6 +73,14 @@ class MicrobatchSizes:
         present[min(present)] += -number % multiple  # the smallest is repeated
         return cls(tuple(sorted(present.items(), reverse=True)))
 
+    @classmethod
+    def from_shared(cls, packs: Mapping[tuple[int, ...], int], multiple: int = 1) -> MicrobatchSizes:
+        """Return the sizes of packs, given as (sequences of each prompt) → how many such packs there are."""
+        present = dict(packs)
+        present[min(present, key=sum)] += -sum(present.values()) % multiple
+        trees = sorted(present, key=sum, reverse=True)
+        return cls(tuple((sum(tree), present[tree]) for tree in trees), tuple(trees))
+
     @property
     def number(self) -> int:
         """Return how many microbatches there are."""
@@ -82,6 +105,41 @@ class MicrobatchSizes:
 def get_group_size(stage: StageConfig) -> int:
     """Return the number of sequences that have to share a microbatch: 2 for preference pairs."""
     return 2 if isinstance(stage.algorithm, PairsConfig) else 1
+
+
+@lru_cache(maxsize=256)  # a search repeats the same call
+def _share_prompts(
+    sequences: int, per_prompt: int, prompt: int, length: int, batching: Batching, layout: ConfiguredLayout,
+    group_size: int, cost: SequenceCost,
+) -> Mapping[tuple[int, ...], int] | None:  # fmt: skip
+    """Return the packs in which sequences share prompts, on the data-parallel rank that computes the most tokens.
+
+    Args:
+        sequences: The sequences of the batch, over all ranks.
+        per_prompt: How many consecutive sequences have the same prompt.
+        prompt: The tokens of a prompt.
+        length: The tokens of a sequence.
+        batching: How sequences form microbatches.
+        layout: The layout.
+        group_size: The sequences that have to share a microbatch.
+        cost: The cost of a sequence.
+
+    Returns:
+        (sequences of each prompt in a pack) → the number of such packs; None if sharing does not pay.
+    """
+    is_later = torch.arange(sequences) % per_prompt != 0
+    # The prompt's last token is not shared, because different tokens follow it.
+    prefixes = SharedPrefixes({NEIGHBOUR: -is_later.int(), SHARED: is_later.int() * (prompt - 1)})
+    shared = replace(batching, share_prefixes=True)
+    planned = plan_lengths([length] * sequences, length, shared, layout, layout.data, group_size, cost, prefixes)
+    if not planned.shares_prefixes:
+        return None
+    fullest = max(range(layout.data), key=lambda shard: sum(planned.plan.slots[shard]))
+    packs = Counter(
+        tuple(Counter(number // per_prompt for number in pack if number < sequences).values())
+        for pack in planned.plan.sequences[fullest]
+    )
+    return {pack: count for pack, count in packs.items() if pack}
 
 
 @dataclass(frozen=True)
@@ -191,12 +249,50 @@ class Workload:
             )
         return fits
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Return whether sequences of one prompt may share its tokens."""
+        return self.stage.train.share_prefixes == "auto" and self.sequences_per_prompt > 1 and self.prompt_tokens > 1
+
+    @property
+    def sequences_per_prompt(self) -> int:
+        """Return how many sequences begin with the same prompt."""
+        return self.samples_per_prompt if self.generates else self.group_size
+
+    @property
+    def batching(self) -> Batching:
+        """Return how the stage's sequences form microbatches."""
+        train = self.stage.train
+        return Batching(train.batching, self.most_per_microbatch, train.micro_batch_tokens)
+
     def microbatches(self, sequences: int, group_size: int | None = None) -> MicrobatchSizes:
         """Return a batch's microbatches on the rank with the most sequences. `group_size` defaults to the stage's."""
+        layout = ConfiguredLayout.from_config(self.stage.parallel, self.world_size)
+        return self.divide(sequences, layout, self.batching, group_size or self.group_size, self.filled_multiple)
+
+    def divide(
+        self, sequences: int, layout: ConfiguredLayout, batching: Batching, group_size: int, multiple: int
+    ) -> MicrobatchSizes:
+        """Return a batch's microbatches on the rank with the most sequences, in any layout.
+
+        Args:
+            sequences: The sequences of the batch.
+            layout: The layout; that of the workload is ignored.
+            batching: How sequences form microbatches, with at most `sequences` sequences each.
+            group_size: The sequences that have to share a microbatch.
+            multiple: The number of microbatches is rounded up to a multiple of this.
+        """
+        if self.shares_prompts:
+            cost = SequenceCost.from_model(self.stage.model, self.vocab_size)
+            packs = _share_prompts(
+                sequences, self.sequences_per_prompt, self.prompt_tokens, self.sequence_tokens, batching, layout,
+                group_size, cost,
+            )  # fmt: skip
+            if packs is not None:
+                return MicrobatchSizes.from_shared(packs, multiple)
         return MicrobatchSizes.from_sequences(
-            sequences, self.data, self.most_per_microbatch, self.stage.train.batching,
-            group_size=group_size or self.group_size, multiple=self.filled_multiple,
-        )  # fmt: skip
+            sequences, layout.data, batching.sequences, batching.kind, group_size=group_size, multiple=multiple
+        )
 
     @property
     def filled_multiple(self) -> int:

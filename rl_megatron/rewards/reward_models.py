@@ -16,6 +16,7 @@ from typing import Any
 from rl_megatron import log
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
+from rl_megatron.batching.shared_prefixes import PREFIX_SET
 from rl_megatron.checkpoint.directory import check_checkpoint, check_head, read_manifest, read_model_section
 from rl_megatron.checkpoint.hf_weights import open_hugging_face
 from rl_megatron.config.errors import ConfigError
@@ -96,6 +97,8 @@ class SequenceScorer:
         if not ranks.share(lambda: len(sequences)):
             return []
         padded = self._padding.collate([list(sequence) for sequence in sequences]) if ranks.leads else None
+        if padded is not None and self._policy.batching.share_prefixes:
+            padded[PREFIX_SET] = torch.zeros(len(sequences), dtype=torch.long)  # any two may have a common prompt
         with self._host.on_device() if self._host is not None else nullcontext():
             batch = self._policy.distribute(Batch.gather_facts(padded, topology))
             batch["scores"] = self._policy.score(batch)["scores"].cpu()

@@ -41,7 +41,10 @@ class StepMeter:
         if is_policy:
             self._samples = batch.size
         if log.is_main_rank():
-            self._flops += count_model_flops(model.model_config, model.vocab_size, model.model.head, lengths)
+            prefixes, tree = batch.prefixes if model.batching.share_prefixes else None, None
+            if prefixes is not None:
+                tree = prefixes.grow(range(batch.size), [max(length, 1) for length in lengths])
+            self._flops += count_model_flops(model.model_config, model.vocab_size, model.model.head, lengths, tree)
 
     def metrics(self) -> dict[str, float]:
         """Return the costs since the last call. Times are those of this rank. Collective."""
