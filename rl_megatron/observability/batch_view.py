@@ -107,8 +107,8 @@ class ShownGroup:
 
     Attributes:
         sequences: The sequences, in the order in which the model gets them.
-        pack: The (title, number of tokens, number of padding positions) of each sequence if they share one pack;
-            otherwise empty.
+        pack: The (title, number of tokens, number of padding positions) of each sequence if they share one pack, or of
+            each segment if they share tokens; otherwise empty.
         num_hidden: The number of sequences that the user did not ask to see.
     """
 

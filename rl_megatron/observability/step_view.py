@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
+import torch
+
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import PADDING, Microbatch, padded_lengths
+from rl_megatron.batching.prefix_tree import PrefixTree
+from rl_megatron.batching.shared_prefixes import PREFIX_SET
 from rl_megatron.batching.step_microbatches import form_microbatches, plan_step
 from rl_megatron.config.algorithm_kinds import RolloutConfig
 from rl_megatron.config.data import PROBLEMS
@@ -78,6 +82,8 @@ def _view_batch(
     layout = ConfiguredLayout.from_config(stage.parallel, ranks)
     cost = SequenceCost.from_model(stage.model, tokenizer.vocab_size)
     batching = Batching.from_config(stage.train)
+    if group_size > 1 and batching.share_prefixes:
+        batch = batch | {PREFIX_SET: torch.arange(batch.size) // group_size}
     whole = Batch.from_whole(batch)
     planned = plan_step(whole, 0, whole.size, batching, layout, 0, group_size, cost)
     reader = _TokenReader(tokenizer)
@@ -104,6 +110,12 @@ def _view_batch(
         ("microbatches", f"{per_rank}{on}: train.batching={batching.kind}, at most {limit} each"),
         ("efficiency", f"{planned.efficiency:.1%} of the token positions that the model computes are tokens"),
     ]
+    if planned.local.shares_prefixes:
+        facts[-1] = (
+            "efficiency",
+            f"{planned.efficiency:.2f} tokens per token position that the model computes: sequences share "
+            "their beginnings (train.share_prefixes)",
+        )  # fmt: skip
     return BatchView(title, facts, groups)
 
 
@@ -118,10 +130,16 @@ def _view_microbatch(
     group_size: int,
     reader: _TokenReader,
 ) -> ShownGroup:
+    tree, total = microbatch.tree, None
     if microbatch.lengths is None:
         widths = [microbatch.shape(layout)[1]] * len(chosen)
-    else:
+    elif tree is None:
         widths = padded_lengths(microbatch.lengths, layout)
+    else:
+        padded = padded_lengths([segment.length for segment in tree.segments], layout)
+        padding = [width - segment.length for width, segment in zip(padded, tree.segments, strict=True)]
+        widths = [length + padding[path[-1]] for length, path in zip(microbatch.lengths, tree.paths, strict=True)]
+        total = sum(padded)
     sequences = []
     for position, width, ids, mask, weight in zip(
         chosen,
@@ -139,13 +157,30 @@ def _view_microbatch(
         title = f"sequence {position}" + (f", {_SIDES[position % 2]}" if group_size == 2 else "")
         location = locations[position // group_size] if locations else ""
         sequences.append(ShownSequence(_join(title, location), tokens, padding=width - length))
-    pack = tuple((sequence.title, len(sequence.tokens), sequence.padding) for sequence in sequences)
+    if tree is None:
+        pack = tuple((sequence.title, len(sequence.tokens), sequence.padding) for sequence in sequences)
+    else:
+        pack = tuple(_view_segment(tree, index, padding[index], sequences) for index in range(len(tree.segments)))
     on_rank = f" of data-parallel rank {rank}" if layout.data > 1 else ""
     return ShownGroup(
-        f"microbatch {number + 1}{on_rank}: {_format_count(len(chosen), 'sequence')}, {sum(widths):,} token positions",
+        f"microbatch {number + 1}{on_rank}: {_format_count(len(chosen), 'sequence')}, "
+        f"{sum(widths) if total is None else total:,} token positions",
         sequences,
         pack if microbatch.lengths is not None else (),
     )
+
+
+def _view_segment(
+    tree: PrefixTree, index: int, padding: int, sequences: Sequence[ShownSequence]
+) -> tuple[str, int, int]:
+    """Return the entry of `ShownGroup.pack` of a segment, whose title has the numbers of its sequences."""
+    segment = tree.segments[index]
+    sharing = [sequence for sequence, path in zip(sequences, tree.paths, strict=True) if index in path]
+    if not sharing[0].tokens:
+        return sharing[0].title, 0, segment.length + padding
+    numbers = "+".join(sequence.title.removeprefix("sequence ").partition(",")[0] for sequence in sharing)
+    last = segment.begin + segment.length - 1
+    return f"sequence {numbers}, tokens {segment.begin} to {last}", segment.length, padding
 
 
 # --- prompts ---

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rl_megatron import log
 from rl_megatron.batching.batch import Batch
 from rl_megatron.batching.config import Batching

@@ -132,6 +132,23 @@ def test_the_microbatches_are_those_of_every_data_parallel_rank(stages, kind):
     assert {title.split(", ")[1] for title in (s.title for s in sequences(view) if s.tokens)} == {"chosen", "rejected"}
 
 
+def test_a_pack_of_pairs_that_share_their_prompts_shows_the_segments(stages):
+    stage, tokenizer = batched(stages["dpo"][0], "packed"), stages["dpo"][1]
+    stage = replace(stage, train=replace(stage.train, share_prefixes="auto"))
+    view = view_step("dpo", stage, tokenizer, STEP, ranks=1)
+    (group,) = view.groups
+    tokens = {title.partition(",")[0]: (num_tokens, padding) for title, num_tokens, padding in group.pack}
+    lengths = {sequence.title.partition(",")[0]: len(sequence.tokens) for sequence in group.sequences}
+    for pair in range(len(lengths) // 2):
+        shared, padding = tokens[f"sequence {2 * pair}+{2 * pair + 1}"]
+        assert shared > 1 and not padding
+        for name in (f"sequence {2 * pair}", f"sequence {2 * pair + 1}"):
+            assert tokens[name][0] == lengths[name] - shared
+    efficiency = sum(lengths.values()) / sum(num_tokens for num_tokens, _ in tokens.values())
+    assert dict(view.facts)["efficiency"].startswith(f"{efficiency:.2f} tokens per token position that")
+    assert f" {sum(map(sum, tokens.values())):,} token positions" in group.title
+
+
 def test_prompts_are_those_that_the_engine_gets(stages):
     stage, tokenizer = stages["grpo"]
     got = []
