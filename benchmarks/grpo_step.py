@@ -6,7 +6,8 @@ Both start from the same weights of a random Llama in fp32, sample as many compl
 of the same length, score them with the same function, and take one optimizer step. The sides run in processes of their
 own and take turns, one step each, with the same number of torch's threads. TRL has its defaults, except that it
 computes in fp32 and does not recompute activations. We have a row for every combination of `train.batching` (packed,
-padded) and `algorithm.recompute_logprobs` (auto, always).
+padded) and `algorithm.recompute_logprobs` (auto, always), and one with `train.share_prefixes=auto`. `--prompt-tokens`
+makes prompts longer, of several questions each.
 
 The phases add up to the step: "other" is the time that no other phase has. On a machine with other work,
 --processor-time says more than wall-clock time. Our phase "generate" includes the logprob check
@@ -23,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,10 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks import grpo_sides  # noqa: E402
 from benchmarks.grpo_sides import PHASES, REWARD, Step, Work  # noqa: E402
+from rl_megatron.data.tokenizer import Tokenizer  # noqa: E402
 
 TRL = "TRL GRPOTrainer"
+_TEMPLATE_TOKENS = 64  # more than the prompt template adds
 _BATCHING = {"packed": ["train.micro_batch_tokens=4096"], "padded": ["train.micro_batch_size=16"]}
 
 
@@ -42,10 +45,13 @@ def cases() -> dict[str, list[str]]:
     """Return our settings by the name of their row."""
     return {
         f"{batching}, recompute_logprobs={recompute}": [
-            f"train.batching={batching}", *_BATCHING[batching], f"algorithm.recompute_logprobs={recompute}"
+            f"train.batching={batching}",
+            *_BATCHING[batching],
+            f"algorithm.recompute_logprobs={recompute}",
         ]
         for batching, recompute in product(_BATCHING, ("auto", "always"))
-    }  # fmt: skip
+    } | {"packed, share_prefixes=auto": ["train.batching=packed", *_BATCHING["packed"], "train.share_prefixes=auto"]}
+    # fmt: skip
 
 
 def prepare(options: argparse.Namespace, directory: Path) -> Work:
@@ -62,11 +68,14 @@ def prepare(options: argparse.Namespace, directory: Path) -> Work:
     sft = load_config(["algorithm=sft", "data=gsm8k", problems, f"tokenizer.vocab_size={options.vocab_size}"])
     tokenizer = build_tokenizer(sft.first)
     tokenizer.save(directory / "model")
+    if options.prompt_tokens:
+        write_longer_problems(Path(options.gsm8k), directory / "problems", tokenizer, options.prompt_tokens)
+        problems = f"data.path={directory / 'problems'}"
     LlamaForCausalLM(
         LlamaConfig(
             vocab_size=tokenizer.vocab_size, hidden_size=options.hidden, intermediate_size=4 * options.hidden,
             num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=4,
-            max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=tokenizer.eos_id,
+            max_position_embeddings=max(512, options.prompt_tokens + options.new_tokens + _TEMPLATE_TOKENS), tie_word_embeddings=False, eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.pad_id, bos_token_id=None,
         )
     ).save_pretrained(directory / "model")  # fmt: skip
@@ -88,6 +97,24 @@ def prepare(options: argparse.Namespace, directory: Path) -> Work:
         directory, overrides, prompts, options.prompts, options.samples, options.new_tokens, steps, options.threads,
         options.processor_time,
     )  # fmt: skip
+
+
+def write_longer_problems(source: Path, target: Path, tokenizer: Tokenizer, tokens: int) -> None:
+    """Write the problems of GSM8K to `target`, each with the words of several questions, up to so many tokens."""
+    target.mkdir()
+    for name in ("train.jsonl", "test.jsonl"):
+        records = [json.loads(line) for line in (source / name).read_text().splitlines()]
+        with (target / name).open("w") as file:
+            for first, record in enumerate(records):
+                following = (records[(first + later) % len(records)]["question"] for later in range(tokens))
+                words = chain.from_iterable(question.split() for question in following)
+                question, count = [], 0
+                for word in words:
+                    count += len(tokenizer.encode(f" {word}"))
+                    if count > tokens:
+                        break
+                    question.append(word)
+                file.write(json.dumps(record | {"question": " ".join(question)}) + "\n")
 
 
 def _answer(name: str, connection: Connection) -> Any:
@@ -179,6 +206,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--vocab-size", type=int, default=4096)
     made.add_argument("--prompts", type=int, default=8, help="of a step")
     made.add_argument("--samples", type=int, default=8, help="completions of a prompt")
+    made.add_argument("--prompt-tokens", type=int, default=0, help="about; 0: single questions of GSM8K")
     made.add_argument("--new-tokens", type=int, default=64, help="of a completion")
     made.add_argument("--threads", type=int, default=2, help="of torch, on each side")
     made.add_argument("--warmup", type=int, default=2, help="steps before those that are timed")

@@ -3,9 +3,10 @@
     python -m benchmarks.shared_prefixes
 
 One policy takes the steps in turn, on the same batches; both kinds are packed, with the same limit of tokens. The
-shapes are a prompt as long as its samples, a prompt four times as long, trajectories of six turns that branch, and
-prompts without a common token. The ratio is that of the medians. A part of the time, such as the optimizer's, does not
-depend on the tokens, so ratios are below those of the tokens.
+shapes are a prompt as long as its samples, a prompt four times as long, four trajectories of six turns for each prompt,
+with a segment for every turn that repeats the turns before it, and prompts without a common token. The ratio is that of
+the medians. A part of the time, such as the optimizer's, does not depend on the tokens, so ratios are below those of the
+tokens. `--memory` prints the peak memory of the process after each kind of step, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ def draw_groups(generator: torch.Generator, prompts: int, samples: int, prompt: 
     ]
 
 
-def draw_turns(generator: torch.Generator, trees: int, branches: int, turns: int, turn: int) -> list[list[int]]:
-    """Return trajectories; those of a tree have the same first half of turns, and pairs of them one turn more."""
+def draw_turns(generator: torch.Generator, prompts: int, samples: int, turns: int, turn: int) -> list[list[int]]:
+    """Return the segments of `samples` trajectories for each prompt. Each repeats the one before it, and adds a turn."""
     sequences = []
-    for _ in range(trees):
-        trunk = _draw(generator, turn * (turns // 2))
-        for _ in range(branches // 2):
-            bough = trunk + _draw(generator, turn)
-            sequences += [bough + _draw(generator, turn * (turns - turns // 2 - 1)) for _ in range(2)]
+    for _ in range(prompts):
+        prompt = _draw(generator, turn)
+        for _ in range(samples):
+            whole = prompt + _draw(generator, turn * turns)
+            sequences += [whole[: turn * (number + 2)] for number in range(turns)]
     return sequences
 
 
@@ -61,7 +62,7 @@ def _draw(generator: torch.Generator, count: int) -> list[int]:
 SHAPES: dict[str, tuple[int, Callable[[torch.Generator], list[list[int]]]]] = {
     "8 samples, prompt = response": (8, lambda generator: draw_groups(generator, 8, 8, 96, 96)),
     "8 samples, prompt = 4 responses": (8, lambda generator: draw_groups(generator, 8, 8, 256, 64)),
-    "6 turns, 4 branches": (4, lambda generator: draw_turns(generator, 8, 4, 6, 64)),
+    "6 turns, 4 branches": (24, lambda generator: draw_turns(generator, 4, 4, 6, 48)),
     "nothing shared": (8, lambda generator: draw_groups(generator, 64, 1, 96, 96)),
 }
 

@@ -47,7 +47,7 @@ OPTIMIZER = declare_metrics(
     Metric(
         "packing_efficiency",
         "1",
-        "The share of computed token slots that hold a token.",
+        "The tokens of all sequences for each token slot that is computed; above 1 if sequences share tokens.",
         "mean",
         "higher",
         healthy="above 0.9",

@@ -73,6 +73,7 @@ class MicrobatchShape:
         is_packed: Whether the sequences are one after the other. Otherwise they are side by side, and all padded to
             the width.
         tree: If sequences share tokens, the tree whose segments `lengths` and `padded_lengths` refer to.
+        by_flash: Whether the flash kernel computes a tree's attention without a window. It forms no batches.
     """
 
     lengths: tuple[int, ...]
@@ -81,6 +82,7 @@ class MicrobatchShape:
     prompt_tokens: int
     is_packed: bool
     tree: PrefixTree | None = None
+    by_flash: bool = False
 
     @classmethod
     def from_lengths(
@@ -101,10 +103,12 @@ class MicrobatchShape:
         return cls(tuple(lengths), tuple(padded), width, prompt_tokens, is_packed)
 
     @classmethod
-    def from_tree(cls, tree: PrefixTree, layout: SequenceLayout, width: int, prompt_tokens: int = 0) -> Self:
+    def from_tree(
+        cls, tree: PrefixTree, layout: SequenceLayout, width: int, prompt_tokens: int = 0, *, by_flash: bool = False
+    ) -> Self:
         """Return the shape of a pack of sequences that share tokens, in a layout."""
         lengths = [segment.length for segment in tree.segments]
-        return cls(tuple(lengths), tuple(padded_lengths(lengths, layout)), width, prompt_tokens, True, tree)
+        return cls(tuple(lengths), tuple(padded_lengths(lengths, layout)), width, prompt_tokens, True, tree, by_flash)
 
     @property
     def tokens(self) -> int:
@@ -124,6 +128,10 @@ class MicrobatchShape:
             context_rank: The context-parallel rank. With a window and shared tokens, the number depends on it.
         """
         total, slices = self._count_ancestor_pairs(context, window, context_rank), 2 * context
+        if self.by_flash and self._is_within(window):
+            return total + sum(
+                length**2 if context == 1 else (length // slices) ** 2 * (slices + 1) for length in self.padded_lengths
+            )
         for lengths, longest, has_mask in self._group_attending(window, context):
             if context == 1 or has_mask:
                 total += len(lengths) * longest**2 // context
@@ -133,6 +141,8 @@ class MicrobatchShape:
 
     def computed_pairs(self, context: int, window: int | None) -> float:
         """Return the number of `pairs` that kernels compute: all if there is a mask, otherwise only causal ones."""
+        if self.by_flash and self._is_within(window):
+            return self.needed_pairs(context, window)
         return self._count_ancestor_pairs(context, window, 0) + sum(
             len(lengths) * (longest**2 if has_mask else count_causal_pairs(longest, window)) / context
             for lengths, longest, has_mask in self._group_attending(window, context)
@@ -151,15 +161,20 @@ class MicrobatchShape:
         if self.tree is None:
             return 0
         boundaries = [0, *accumulate(self.padded_lengths)]
-        segments = self.tree.segments
-        if window is None or window >= max(s.begin + n for s, n in zip(segments, self.padded_lengths, strict=True)):
+        if window is None or self._is_within(window):
             return sum(
                 (boundaries[segment.end] - boundaries[index + 1]) // context * segment.length
-                for index, segment in enumerate(segments)
+                for index, segment in enumerate(self.tree.segments)
             )
         parts = list_ancestors_in_window(self.tree, boundaries, window, context_rank, context)
         sizes = ((part.queries, part.keys) for part in parts)
         return sum((queries.stop - queries.start) * (keys.stop - keys.start) for queries, keys in sizes)
+
+    def _is_within(self, window: int | None) -> bool:
+        """Return whether every sequence of the tree fits the window."""
+        assert self.tree is not None
+        ends = (segment.begin + length for segment, length in zip(self.tree.segments, self.padded_lengths, strict=True))
+        return window is None or max(ends) <= window
 
     def _group_attending(self, window: int | None, context: int = 1) -> list[tuple[list[int], int, bool]]:
         """Return (lengths, longest, whether a mask is needed) of each group of sequences that attention batches."""

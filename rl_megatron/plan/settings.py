@@ -87,7 +87,8 @@ class Batches:
                 packed = batching.kind == "packed"
                 return MicrobatchShape.from_lengths([length] * size, layout, is_packed=packed, prompt_tokens=prompt)
             shared = [prompt - 1 if number else 0 for count in samples for number in range(count)]
-            return MicrobatchShape.from_tree(PrefixTree.build([length] * size, shared), layout, length, prompt)
+            tree = PrefixTree.build([length] * size, shared)
+            return MicrobatchShape.from_tree(tree, layout, length, prompt, by_flash=workload.attends_by_flash)
 
         def shape(sequences: int, times: int, group_size: int) -> BatchShape:
             sizes = workload.divide(sequences, layout, batching, group_size, multiple)

@@ -17,6 +17,7 @@ from rl_megatron.batching.shared_prefixes import NEIGHBOUR, SHARED, SharedPrefix
 from rl_megatron.config.algorithm_kinds import PairsConfig, PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.engines import ENGINE_DECLARATIONS
 from rl_megatron.config.errors import ConfigError
+from rl_megatron.config.model_shape import head_size
 from rl_megatron.config.optimizer import OptimizerConfig
 from rl_megatron.config.schema import StageConfig
 from rl_megatron.model.sharded_shape import Head
@@ -253,6 +254,13 @@ class Workload:
     def shares_prompts(self) -> bool:
         """Return whether sequences of one prompt may share its tokens."""
         return self.stage.train.share_prefixes == "auto" and self.sequences_per_prompt > 1 and self.prompt_tokens > 1
+
+    @property
+    def attends_by_flash(self) -> bool:
+        """Return whether a GPU's flash kernel supports the attention of the model."""
+        model = self.stage.model
+        size = head_size(model)
+        return self.stage.precision != "fp32" and model.kv_lora_rank is None and size % 8 == 0 and size <= 256
 
     @property
     def sequences_per_prompt(self) -> int:

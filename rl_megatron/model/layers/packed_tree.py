@@ -56,6 +56,7 @@ class FlashCall:
         most_queries: The largest number of queries of a pair.
         most_keys: The largest number of keys of a pair.
         is_causal: Whether a pair's queries are at the positions of its last keys, and attend to no later ones.
+        num_pairs: The number of queries times keys, of all pairs.
         reads: [T] bool, whether each of the rank's queries attends to keys; None if all of them do.
     """
 
@@ -63,8 +64,14 @@ class FlashCall:
     key_starts: Tensor
     most_queries: int
     most_keys: int
+    num_pairs: int
     is_causal: bool
     reads: Tensor | None
+
+    @property
+    def sizes(self) -> tuple[Tensor, Tensor, int, int]:
+        """Return the kernel's arguments: `query_starts`, `key_starts`, `most_queries` and `most_keys`."""
+        return self.query_starts, self.key_starts, self.most_queries, self.most_keys
 
     @classmethod
     def from_pairs(
@@ -79,9 +86,10 @@ class FlashCall:
             query, key = queries.stop, keys.stop
         starts = torch.tensor([(0, 0), *counts]).cumsum(0).int()
         query_counts, key_counts = zip(*counts, strict=True)
+        # If no pair had more than one query, the kernel would take every pair to have one.
         return cls(
-            starts[:, 0].contiguous(), starts[:, 1].contiguous(), max(query_counts), max(key_counts), is_causal,
-            None if reads.all() else reads,
+            starts[:, 0].contiguous(), starts[:, 1].contiguous(), max(2, *query_counts), max(key_counts),
+            sum(queries * keys for queries, keys in counts), is_causal, None if reads.all() else reads,
         )  # fmt: skip
 
 

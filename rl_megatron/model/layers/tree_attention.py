@@ -64,10 +64,7 @@ class _FlashTreeAttention(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         merged, log_sum, randoms = None, None, []
         for call in calls:
-            output, more, *random, _ = _FLASH(
-                query, key, value, call.query_starts, call.key_starts, call.most_queries, call.most_keys, 0.0,
-                call.is_causal, False, scale=scale,
-            )  # fmt: skip
+            output, more, *random, _ = _FLASH(query, key, value, *call.sizes, 0.0, call.is_causal, False, scale=scale)
             randoms.append(random)
             more = more.T
             if call.reads is not None:  # the kernel returns +inf for queries without keys
@@ -94,8 +91,8 @@ class _FlashTreeAttention(torch.autograd.Function):
         sums_by_head = log_sum.T.contiguous()
         for call, random in zip(ctx.calls, ctx.randoms, strict=True):
             gradients = _FLASH_BACKWARD(
-                gradient, query, key, value, output, sums_by_head, call.query_starts, call.key_starts,
-                call.most_queries, call.most_keys, 0.0, call.is_causal, *random, scale=ctx.scale,
+                gradient, query, key, value, output, sums_by_head, *call.sizes, 0.0, call.is_causal, *random,
+                scale=ctx.scale,
             )  # fmt: skip
             totals = tuple(map(torch.add, totals, gradients)) if totals else gradients
         for_sinks = None

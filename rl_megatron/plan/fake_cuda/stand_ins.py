@@ -15,6 +15,7 @@ from rl_megatron.logprobs import kernels as logprob_kernels
 from rl_megatron.logprobs.kernels.backends import TORCH
 from rl_megatron.model import layers, shards
 from rl_megatron.model.layers.attention import PortableAttention
+from rl_megatron.model.layers.packed_tree import FlashCall
 from rl_megatron.model.lora.layers import LinearAdapter
 from rl_megatron.plan.fake_cuda.sides import report_launch
 from rl_megatron.weight_sync.exporter import WeightExporter
@@ -37,6 +38,8 @@ def list_stand_ins() -> list[tuple[object, str, object]]:
         # The flash kernel for packs needs the lengths on the device. For equal lengths, the other path does the same
         # work.
         (PortableAttention, "attends_within_pack", _return_false),
+        # The numbers of a tree's queries and keys are on the device, too. One pair of the same size takes their place.
+        (FlashCall, "sizes", property(_take_one_pair)),
         # The check needs reports of other ranks, but these ranks do not run.
         (WeightExporter, "check_coverage", _do_nothing),
     ]
@@ -44,6 +47,10 @@ def list_stand_ins() -> list[tuple[object, str, object]]:
 
 def _do_nothing(*args: object) -> None:
     pass
+
+
+def _take_one_pair(call: FlashCall) -> tuple[Tensor, Tensor, int, int]:
+    return call.query_starts[:2], call.key_starts[:2], call.num_pairs, 1
 
 
 def _return_false(*args: object) -> bool:
