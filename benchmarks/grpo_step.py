@@ -43,15 +43,16 @@ _BATCHING = {"packed": ["train.micro_batch_tokens=4096"], "padded": ["train.micr
 
 def cases() -> dict[str, list[str]]:
     """Return our settings by the name of their row."""
-    return {
+    found = {
         f"{batching}, recompute_logprobs={recompute}": [
-            f"train.batching={batching}",
-            *_BATCHING[batching],
-            f"algorithm.recompute_logprobs={recompute}",
+            f"train.batching={batching}", *_BATCHING[batching], f"algorithm.recompute_logprobs={recompute}"
         ]
         for batching, recompute in product(_BATCHING, ("auto", "always"))
-    } | {"packed, share_prefixes=auto": ["train.batching=packed", *_BATCHING["packed"], "train.share_prefixes=auto"]}
-    # fmt: skip
+    }  # fmt: skip
+    shared = {
+        "packed, share_prefixes=auto": ["train.batching=packed", *_BATCHING["packed"], "train.share_prefixes=auto"]
+    }
+    return found | shared
 
 
 def prepare(options: argparse.Namespace, directory: Path) -> Work:
@@ -71,11 +72,12 @@ def prepare(options: argparse.Namespace, directory: Path) -> Work:
     if options.prompt_tokens:
         write_longer_problems(Path(options.gsm8k), directory / "problems", tokenizer, options.prompt_tokens)
         problems = f"data.path={directory / 'problems'}"
+    longest = max(512, options.prompt_tokens + options.new_tokens + _TEMPLATE_TOKENS)
     LlamaForCausalLM(
         LlamaConfig(
             vocab_size=tokenizer.vocab_size, hidden_size=options.hidden, intermediate_size=4 * options.hidden,
             num_hidden_layers=options.layers, num_attention_heads=4, num_key_value_heads=4,
-            max_position_embeddings=max(512, options.prompt_tokens + options.new_tokens + _TEMPLATE_TOKENS), tie_word_embeddings=False, eos_token_id=tokenizer.eos_id,
+            max_position_embeddings=longest, tie_word_embeddings=False, eos_token_id=tokenizer.eos_id,
             pad_token_id=tokenizer.pad_id, bos_token_id=None,
         )
     ).save_pretrained(directory / "model")  # fmt: skip
