@@ -34,6 +34,7 @@ from benchmarks import (
     reward_failures,
     rewards,
     rollout_workers,
+    shared_prefixes,
     train_step,
 )
 from benchmarks.gpu_check import __main__ as gpu_check_command
@@ -130,18 +131,44 @@ def test_a_whole_grpo_step_is_raced_against_trl_on_equal_work(tmp_path, forks):
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, problems)))
     small = ["--layers", "1", "--hidden", "32", "--vocab-size", "300", "--prompts", "2", "--samples", "3"]
-    short = ["--new-tokens", "5", "--threads", "1", "--warmup", "1", "--steps", "2", "--case", "packed"]
+    short = [
+        "--prompt-tokens",
+        "40",
+        "--new-tokens",
+        "5",
+        "--threads",
+        "1",
+        "--warmup",
+        "1",
+        "--steps",
+        "2",
+        "--case",
+        "packed",
+    ]
     done = forks.run(tmp_path, ".", *small, *short, "--output", "figures.json", program=grpo_step.main)
     assert done.status == 0, done.err
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
     assert list(rows) == [
-        "packed, recompute_logprobs=auto", "packed, recompute_logprobs=always", "TRL GRPOTrainer"
+        "packed, recompute_logprobs=auto", "packed, recompute_logprobs=always", "packed, share_prefixes=auto",
+        "TRL GRPOTrainer",
     ]  # fmt: skip
     for name, row in rows.items():
         assert sum(row["phases"].values()) == pytest.approx(row["step"], rel=0.02)
         assert all(row["phases"][phase] > 0 for phase in PHASES if phase != "logprobs"), name
         assert (row["phases"]["logprobs"] > 0) == name.endswith("always"), name
         assert f"{1000 * row['step']:.0f}" in done.out
+
+
+@pytest.mark.change
+def test_steps_with_shared_prefixes_are_raced_against_whole_sequences(tmp_path, forks):
+    options = ["--layers", "1", "--hidden", "32", "--warmup", "0", "--steps", "1", "--shape", "6 turns"]
+    done = forks.run(tmp_path, *options, program=shared_prefixes.main)
+    assert done.status == 0, done.err
+    (row,) = (line.split(" | ") for line in done.out.splitlines() if line.startswith("| 6 turns"))
+    whole, shared, ratio, efficiency = (float(cell.rstrip(" |")) for cell in row[1:])
+    assert whole / shared == pytest.approx(ratio, rel=0.05)
+    # 4 trajectories of 6 turns with a prompt as long as a turn, of which each segment repeats what precedes it
+    assert efficiency == pytest.approx(4 * sum(range(2, 8)) / (1 + 4 * 6), rel=0.05)
 
 
 def test_sides_that_do_different_work_are_found():
