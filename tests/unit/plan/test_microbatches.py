@@ -54,6 +54,7 @@ def test_microbatches_are_those_of_the_rank_with_the_most_sequences(kind, data, 
 
 
 PACKED = ("train.batching=packed", "train.micro_batch_tokens=512")  # 8 sequences of 64 tokens
+SHARED = "train.share_prefixes=auto"
 SFT = ("algorithm=sft", "data=arithmetic", "model=nano", "+model.vocab_size=1024", "precision=bf16")
 
 
@@ -107,14 +108,47 @@ def test_an_interleaved_pipeline_is_filled_up_with_its_shortest_microbatch():
 
 
 def _uneven_run():
-    """Return the FLOPs and operators of training and logprobs: run, and by closed forms."""
+    """Return the FLOPs of training and logprobs: run, and by closed forms."""
     work = workload(
         1, *PACKED, "algorithm.prompts_per_step=15", "algorithm.samples_per_prompt=2", "train.global_batch_size=30",
     )  # fmt: skip
     assert work.microbatches_of_step.counts == ((8, 2), (7, 2))
+    return _flops_of(work)
+
+
+def _shared_run():
+    """Return the same if samples share their prompts."""
+    work = workload(1, *PACKED, "algorithm.prompts_per_step=15", "train.global_batch_size=60", SHARED)
+    sizes = work.microbatches_of_step
+    assert sizes.counts == ((12, 5),) and sizes.trees == ((4, 4, 4),)
+    return _flops_of(work)
+
+
+def _flops_of(work):
     run = {each.name: each.use() for each in run_phases(work, 0, Ledger(), ("logprobs", "train"))}
     closed = {phase.name: phase for phase in estimate_use(Settings.from_workload(work), 0).phases}
     return [(run[name].flops, closed[name].flops) for name in ("logprobs", "train")]
+
+
+@pytest.mark.change
+def test_shared_prompts_take_the_operations_that_closed_forms_count(fresh_process):
+    for run, closed in fresh_process.run(_shared_run):
+        assert run == closed
+
+
+def test_shared_prompts_are_computed_once():
+    grpo = (*PACKED, "algorithm.prompts_per_step=16", "train.global_batch_size=64")
+    whole, shared = (Settings.from_workload(workload(1, *grpo, *extra)) for extra in ((), (SHARED,)))
+    assert whole.batches.training.tokens == 64 * 64
+    assert shared.batches.training.tokens == shared.batches.rollout.tokens == 16 * (31 + 4 * 33)
+    assert shared.batches.learned_sequences == whole.batches.learned_sequences
+    of_whole, of_shared = (estimate_step([estimate_use(each, 0)], each, CLUSTER) for each in (whole, shared))
+    assert of_shared.phases["train"].total < of_whole.phases["train"].total
+
+
+def test_an_interleaved_pipeline_is_filled_up_with_its_smallest_tree():
+    sizes = MicrobatchSizes.from_shared({(4, 4): 2, (4, 2): 1}, multiple=4)
+    assert sizes.counts == ((8, 2), (6, 2)) and sizes.trees == ((4, 4), (4, 2))
 
 
 @pytest.mark.change
