@@ -131,20 +131,7 @@ def test_a_whole_grpo_step_is_raced_against_trl_on_equal_work(tmp_path, forks):
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, problems)))
     small = ["--layers", "1", "--hidden", "32", "--vocab-size", "300", "--prompts", "2", "--samples", "3"]
-    short = [
-        "--prompt-tokens",
-        "40",
-        "--new-tokens",
-        "5",
-        "--threads",
-        "1",
-        "--warmup",
-        "1",
-        "--steps",
-        "2",
-        "--case",
-        "packed",
-    ]
+    short = "--prompt-tokens 40 --new-tokens 5 --threads 1 --warmup 1 --steps 2 --case packed".split()
     done = forks.run(tmp_path, ".", *small, *short, "--output", "figures.json", program=grpo_step.main)
     assert done.status == 0, done.err
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
