@@ -18,7 +18,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -141,7 +141,7 @@ def build_shape(name: str) -> BatchedDataDict:
     return build_batch(draw(generator), group_size, generator)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=7, help="timed pairs of steps")
     parser.add_argument("--shape", help="only the shapes whose name contains this text")
     parser.add_argument("--memory", action="store_true", help="compare the peak memory instead of the time")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     shapes = [name for name in SHAPES if (options.shape or "") in name]
     if options.memory:
         print("| shape | whole (GiB) | shared (GiB) | ratio |\n|---|---:|---:|---:|")
