@@ -39,8 +39,11 @@ def find_shared_prefixes(batch: Mapping[str, Any], lengths: Sequence[int]) -> di
 
     The last token that two sequences have in common is not shared, because different tokens follow it. So each shared
     token has one next token. A set whose tree would have more than `MOST_LEVELS` levels is divided.
+
+    Raises:
+        ValueError: `PREFIX_SET` is not one whole number for each sequence.
     """
-    ids, sets = batch["input_ids"].numpy(), batch[PREFIX_SET].tolist()
+    ids, sets = batch["input_ids"].numpy(), _read_sets(batch[PREFIX_SET], len(lengths))
     experts = batch[ROUTED_EXPERTS].numpy() if ROUTED_EXPERTS in batch else None
     temperatures = _expand_temperature(batch).numpy()
     neighbours, shared = np.zeros((2, len(sets)), dtype=np.int32)
@@ -67,6 +70,16 @@ def find_shared_prefixes(batch: Mapping[str, Any], lengths: Sequence[int]) -> di
             if common:
                 neighbours[sequence], shared[sequence] = previous - sequence, common
     return {NEIGHBOUR: torch.from_numpy(neighbours), SHARED: torch.from_numpy(shared)}
+
+
+def _read_sets(sets: object, count: int) -> list[int]:
+    if not isinstance(sets, Tensor) or sets.is_floating_point() or sets.shape != (count,):
+        shown = f"{sets.dtype} {tuple(sets.shape)}" if isinstance(sets, Tensor) else type(sets).__name__
+        raise ValueError(
+            f"{PREFIX_SET} must be a tensor of integers, one for each of the {count} sequences, got {shown}; sequences "
+            "with the same number may share their beginnings"
+        )
+    return sets.tolist()
 
 
 def _limit_levels(shared: list[int], lengths: Sequence[int], start: int, stop: int) -> None:

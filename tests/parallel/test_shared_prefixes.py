@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -69,6 +70,67 @@ def assert_same(found, wanted):
     assert metrics == pytest.approx(wanted[0], rel=1e-5, abs=1e-6)
     error, name = worst_relative_error(found_gradients, wanted[1])
     assert error <= 1e-4, name
+
+
+def random_tree_batch(seed: int) -> BatchedDataDict:
+    """Return groups of 1 to 16 sequences, each of which has up to five segments."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    sequences: list[list[int]] = []
+    sets: list[int] = []
+    for number in range(rng.randint(1, 3)):
+        group: list[list[int]] = []
+        for _ in range(rng.choice((1, 2, 3, 5, 8, 16))):
+            begin: list[int] = []
+            for _ in range(rng.randint(0, 4)):  # take more and more of sequences that begin with what there is
+                alike = [each for each in group if each[: len(begin)] == begin and len(each) > len(begin)]
+                if alike:
+                    begin = (like := rng.choice(alike))[: rng.randint(len(begin) + 1, len(like))]
+            length = min(WIDTH, len(begin) + rng.randint(1, 9))
+            group.append((begin + [rng.randrange(1, VOCAB_SIZE) for _ in range(9)])[:length])
+        sequences += group
+        sets += [number] * len(group)
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    ids = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
+    for row, sequence in zip(ids, sequences, strict=True):
+        row[: len(sequence)] = torch.tensor(sequence)
+    there = torch.arange(ids.size(1)) < lengths[:, None]
+    values = {
+        name: torch.rand(ids.shape, generator=generator) - shift
+        for name, shift in (("advantages", 0.5), ("prev_logprobs", 4.5), ("generation_logprobs", 4.5))
+    }
+    return BatchedDataDict(
+        input_ids=ids, input_lengths=lengths,
+        token_mask=(torch.rand(ids.shape, generator=generator) < 0.8) * there * 1.0, sample_mask=torch.ones(len(ids)), **values, **{PREFIX_SET: torch.tensor(sets)},
+    )  # fmt: skip
+
+
+def compare_random_trees(seeds: range) -> tuple[float, float, float, int]:
+    """Return the largest errors of logprobs, metrics and gradients, and how many batches have trees of three levels."""
+    policy = build_policy({}, batching=Batching("packed", tokens=400))
+    loss, worst, deep = build_loss("clipped_pg", {"reference_policy_kl_penalty": 0.0}), [0.0] * 3, 0
+    for seed in seeds:
+        batch, found = random_tree_batch(seed), []
+        for shares in (False, True):
+            policy.batching = replace(policy.batching, share_prefixes=shares)
+            trees = [microbatch.tree for microbatch in policy.plan(batch, loss).microbatches]
+            logprobs = policy.get_logprobs(batch)["logprobs"]
+            found.append((logprobs, policy.accumulate_gradients(batch, loss), gradients(policy)))
+        deep += any(tree is not None and tree.depth >= 3 for tree in trees)
+        (wanted, wanted_metrics, wanted_gradients), (shared, metrics, shared_gradients) = found
+        errors = (
+            (shared - wanted).abs().max().item(),
+            max(abs(metrics[name] - value) / max(abs(value), 1.0) for name, value in wanted_metrics.items()),
+            worst_relative_error(shared_gradients, wanted_gradients)[0],
+        )
+        worst = list(map(max, worst, errors))
+    return *worst, deep
+
+
+def test_random_trees_change_no_value_and_no_gradient(ranks, is_nightly):
+    num_batches = 500 if is_nightly else 30
+    ((logprobs, metrics, gradient, deep),) = ranks.run(1, compare_random_trees, range(num_batches))
+    assert logprobs <= 1e-5 and metrics <= 1e-5 and gradient <= 1e-4
+    assert deep > num_batches / 4
 
 
 FAMILIES = {

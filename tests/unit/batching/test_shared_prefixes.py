@@ -172,6 +172,13 @@ def test_a_set_with_too_many_levels_is_divided():
     assert prefixes.grow(range(100), lengths).depth == 50 < MOST_LEVELS
 
 
+@pytest.mark.parametrize("sets", [torch.zeros(3), torch.zeros(3, 1, dtype=torch.long), [0, 0, 0]], ids=str)
+def test_sets_are_a_whole_number_for_each_sequence(sets):
+    batch = collate([[1, 2], [1, 2], [1, 3]]) | {PREFIX_SET: sets}
+    with pytest.raises(ValueError, match="prefix_set must be a tensor of integers, one for each of the 3 sequences"):
+        Batch.from_whole(batch)
+
+
 def test_sequences_without_a_common_beginning_are_planned_as_ever():
     lengths = [20, 13, 7, 20]
     planned, _ = plan(lengths, [0] * 4, [0] * 4)
