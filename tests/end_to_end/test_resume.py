@@ -28,7 +28,10 @@ STAGES = {
     "grpo": {
         "algorithm": {"name": "grpo", "prompts_per_step": 8, "samples_per_prompt": 8, "updates_per_rollout": 2},
         "loss": {"reference_policy_kl_penalty": 0.05},
-        "train": {"steps": STEPS, "save_every": SAVE_EVERY, "global_batch_size": 64, "micro_batch_tokens": 96},
+        "train": {
+            "steps": STEPS, "save_every": SAVE_EVERY, "global_batch_size": 64, "micro_batch_tokens": 96,
+            "share_prefixes": "auto",
+        },
     },
     "ppo": {
         "algorithm": {
@@ -39,9 +42,12 @@ STAGES = {
             "critic_optimizer": {"lr": 0.01},
         },
         "loss": {"reference_policy_kl_penalty": 0.05, "use_kl_in_reward": True},
-        "train": {"steps": STEPS, "save_every": SAVE_EVERY, "global_batch_size": 32, "micro_batch_tokens": 96},
+        "train": {
+            "steps": STEPS, "save_every": SAVE_EVERY, "global_batch_size": 32, "micro_batch_tokens": 96,
+            "share_prefixes": "auto",
+        },
     },
-}
+}  # fmt: skip
 CRITIC = "ppo.critic"  # the directory of its checkpoints, beside that of the policy's
 ARGUMENTS = (
     "train", "experiment=killed", "--config-dir", "configs", *(o for o in TINY if not o.startswith("train.")),

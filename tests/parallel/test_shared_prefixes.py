@@ -98,9 +98,10 @@ def random_tree_batch(seed: int) -> BatchedDataDict:
         name: torch.rand(ids.shape, generator=generator) - shift
         for name, shift in (("advantages", 0.5), ("prev_logprobs", 4.5), ("generation_logprobs", 4.5))
     }
+    counted = (torch.rand(ids.shape, generator=generator) < 0.8) & there
     return BatchedDataDict(
-        input_ids=ids, input_lengths=lengths,
-        token_mask=(torch.rand(ids.shape, generator=generator) < 0.8) * there * 1.0, sample_mask=torch.ones(len(ids)), **values, **{PREFIX_SET: torch.tensor(sets)},
+        input_ids=ids, input_lengths=lengths, token_mask=counted.float(), sample_mask=torch.ones(len(ids)), **values,
+        **{PREFIX_SET: torch.tensor(sets)},
     )  # fmt: skip
 
 
