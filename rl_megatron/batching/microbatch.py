@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.packing import round_up
 from rl_megatron.batching.prefix_tree import PrefixTree
+from rl_megatron.batching.shared_prefixes import SharedPrefixes
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.topology.degrees import SequenceLayout, zigzag_slices
 
@@ -122,6 +123,7 @@ class StepPlan:
         efficiency: The tokens per token slot that the model computes, over all ranks. It is above 1 if sequences share
             tokens.
         index: The index of this rank in `ranks`.
+        prefixes: What the sequences of the global batch share in this layout; None if they share nothing.
     """
 
     start: int
@@ -131,6 +133,7 @@ class StepPlan:
     ranks: Sequence[RankMicrobatches]
     efficiency: float
     index: int = 0
+    prefixes: SharedPrefixes | None = field(default=None, compare=False)
 
     @property
     def local(self) -> RankMicrobatches:

@@ -39,6 +39,15 @@ class Ownership:
     steps: list[StepPlan]
 
 
+def _cut_chains(chains: np.ndarray, costs: np.ndarray, most: float) -> np.ndarray:
+    """Return a number for each sequence, equal for neighbours of a chain, but only up to a cost of about `most`."""
+    earlier_costs = np.cumsum(costs, dtype=np.float64) - costs
+    begins = np.r_[True, chains[1:] != chains[:-1]]
+    since_begin = earlier_costs - earlier_costs[np.maximum.accumulate(np.where(begins, np.arange(len(chains)), 0))]
+    parts = since_begin // most
+    return np.cumsum(np.r_[True, (chains[1:] != chains[:-1]) | (parts[1:] != parts[:-1])])
+
+
 @dataclass(frozen=True)
 class OwnershipPlanner:
     """A planner of the ownership of a global batch, from the lengths of its sequences.
@@ -49,7 +58,7 @@ class OwnershipPlanner:
         group_size: The number of consecutive sequences that stay together in a microbatch.
         groups: [B] A number for each sequence. Consecutive sequences with the same number, such as those of a
             trajectory, have the same owner, but may be in different microbatches. None: groups of `group_size`.
-        prefixes: What the sequences have in common; None: nothing.
+        prefixes: What the sequences have in common in this layout; None: nothing.
     """
 
     lengths: np.ndarray
@@ -80,8 +89,8 @@ class OwnershipPlanner:
         elif self.group_size > 1:
             groups = np.arange(stop - start) // self.group_size
         elif self.prefixes is not None:
-            groups = self.prefixes.chain[start:stop]
             costs -= self._costs(self.prefixes.shared[start:stop])
+            groups = _cut_chains(self.prefixes.chain[start:stop], costs, costs.sum() / self.blocks.num_ranks)
         else:
             return assign_blocks(costs, homes, self.blocks, block, gather)
         first = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
@@ -121,7 +130,7 @@ class OwnershipPlanner:
         return owners, ranks
 
     def _costs(self, lengths: np.ndarray) -> np.ndarray:
-        if self.batching.kind == "padded":  # every sequence is as wide as the batch
+        if self.batching.kind == "padded" and self.prefixes is None:  # every sequence is as wide as the batch
             return np.ones(len(lengths), dtype=np.float32)
         length = lengths.astype(np.float32)  # exact enough for a balance, and twice as fast as fp64 for many sequences
         costs = length * np.float32(self.cost.per_pair)
@@ -203,7 +212,9 @@ def plan_ownership(
             for step in planned
         ]
     steps = [
-        StepPlan(start, stop, planner.batching, planner.group_size, [microbatches], efficiency)
+        StepPlan(
+            start, stop, planner.batching, planner.group_size, [microbatches], efficiency, prefixes=planner.prefixes
+        )
         for (start, stop), (microbatches, efficiency) in zip(pairwise(ends), agreed, strict=True)
     ]
     return Ownership(owners, steps)

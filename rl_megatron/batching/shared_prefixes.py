@@ -44,6 +44,7 @@ def find_shared_prefixes(batch: Mapping[str, Any], lengths: Sequence[int]) -> di
         ValueError: `PREFIX_SET` is not one whole number for each sequence.
     """
     ids, sets = batch["input_ids"].numpy(), _read_sets(batch[PREFIX_SET], len(lengths))
+    lengths = [max(length, 1) for length in lengths]
     experts = batch[ROUTED_EXPERTS].numpy() if ROUTED_EXPERTS in batch else None
     temperatures = _expand_temperature(batch).numpy()
     neighbours, shared = np.zeros((2, len(sets)), dtype=np.int32)
@@ -55,7 +56,7 @@ def find_shared_prefixes(batch: Mapping[str, Any], lengths: Sequence[int]) -> di
             continue
         words = {sequence: ids[sequence, : lengths[sequence]].astype(">u4").tobytes() for sequence in sequences}
         sequences.sort(key=words.__getitem__)
-        found = [0]
+        counts = [0]
         for previous, sequence in pairwise(sequences):
             common = min(lengths[previous], lengths[sequence])
             common = _count_equal(ids[previous, :common], ids[sequence, :common]) - 1
@@ -64,9 +65,9 @@ def find_shared_prefixes(batch: Mapping[str, Any], lengths: Sequence[int]) -> di
                 common = _count_equal(temperatures[previous, read], temperatures[sequence, read])
             if common > 0 and experts is not None:
                 common = _count_equal(experts[previous, :common], experts[sequence, :common])
-            found.append(max(common, 0))
-        _limit_levels(found, [lengths[sequence] for sequence in sequences], 0, len(sequences))
-        for previous, sequence, common in zip(sequences, sequences[1:], found[1:], strict=False):
+            counts.append(max(common, 0))
+        _limit_levels(counts, [lengths[sequence] for sequence in sequences], 0, len(sequences))
+        for previous, sequence, common in zip(sequences, sequences[1:], counts[1:], strict=False):
             if common:
                 neighbours[sequence], shared[sequence] = previous - sequence, common
     return {NEIGHBOUR: torch.from_numpy(neighbours), SHARED: torch.from_numpy(shared)}
@@ -167,6 +168,16 @@ class SharedPrefixes:
         while (number := int(self._before[number])) != previous:
             least = min(least, int(self.shared[number]))
         return least
+
+    def round_down(self, multiple: int) -> SharedPrefixes:
+        """Return the same with numbers of shared tokens that are multiples of `multiple`.
+
+        Then no segment but the last one of a sequence needs padding to this multiple.
+        """
+        shared = self.shared // multiple * multiple
+        numbers = np.arange(len(shared))
+        neighbours = np.where((self._before >= 0) & (shared > 0), self._before - numbers, 0)
+        return SharedPrefixes({NEIGHBOUR: torch.from_numpy(neighbours), SHARED: torch.from_numpy(shared)})
 
     def take(self, numbers: np.ndarray) -> SharedPrefixes:
         """Return what some sequences, given in ascending order, have in common; they are numbered from 0."""

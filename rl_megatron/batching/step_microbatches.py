@@ -11,7 +11,8 @@ from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import PADDING, Microbatch, RankMicrobatches, StepPlan
 from rl_megatron.batching.ownership import OwnershipPlanner, agree_on_counts, build_rank_microbatches
 from rl_megatron.batching.rank_plan import RankPlan, plan_lengths
-from rl_megatron.topology.degrees import SequenceLayout
+from rl_megatron.batching.shared_prefixes import SharedPrefixes
+from rl_megatron.topology.degrees import SequenceLayout, zigzag_slices
 
 
 def plan_step(
@@ -43,13 +44,13 @@ def plan_step(
     Raises:
         ConfigError: A group alone exceeds `batching.tokens`.
     """
-    prefixes = batch.prefixes if batching.share_prefixes else None
+    prefixes = find_prefixes(batch, batching, layout)
     if batch.is_whole:
         lengths = batch.lengths[start:stop].tolist()
         of_step = None if prefixes is None else prefixes.take(np.arange(start, stop))
         planned = plan_lengths(lengths, batch.width, batching, layout, layout.data, group_size, cost, of_step)
         ranks = build_rank_microbatches(planned, range(start, stop), lengths, layout)
-        return StepPlan(start, stop, batching, group_size, ranks, planned.efficiency, data_rank)
+        return StepPlan(start, stop, batching, group_size, ranks, planned.efficiency, data_rank, prefixes)
     for step in batch.steps:
         if (step.start, step.stop, step.batching, step.group_size) == (start, stop, batching, group_size):
             return step
@@ -60,7 +61,14 @@ def plan_step(
     planner.check_longest()
     _, microbatches = planner.plan_block(numbers, 1)
     ((microbatches, efficiency),) = agree_on_counts(microbatches, group_size, batch.ranks)
-    return StepPlan(start, stop, batching, group_size, [microbatches], efficiency)
+    return StepPlan(start, stop, batching, group_size, [microbatches], efficiency, prefixes=prefixes)
+
+
+def find_prefixes(batch: Batch, batching: Batching, layout: SequenceLayout) -> SharedPrefixes | None:
+    """Return what the sequences of a batch share in a layout, or None if they share nothing."""
+    if batch.prefixes is None or not batching.share_prefixes:
+        return None
+    return batch.prefixes.round_down(zigzag_slices(layout.context))
 
 
 def plan_microbatches(batch: Batch, step: StepPlan) -> RankPlan:
@@ -79,9 +87,9 @@ def form_microbatches(batch: Batch, step: StepPlan, microbatches: RankMicrobatch
 
 
 def _form_tree(batch: Batch, step: StepPlan, numbers: list[int]) -> Microbatch:
-    assert batch.prefixes is not None, "a plan shares prefixes only if they are known"
+    assert step.prefixes is not None, "a plan shares prefixes only if they are known"
     lengths = _count_tokens(batch, numbers)
-    tree = batch.prefixes.grow(numbers, lengths)
+    tree = step.prefixes.grow(numbers, lengths)
     return Microbatch(batch.take_sequences(numbers, max(lengths), step.start), lengths, tree)
 
 

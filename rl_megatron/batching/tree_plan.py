@@ -14,8 +14,7 @@ from itertools import chain
 from rl_megatron.batching.balance import Groups, balance_shards
 from rl_megatron.batching.config import PackingPlanArgs
 from rl_megatron.batching.microbatch_plan import MicrobatchPlan
-from rl_megatron.batching.packing import round_up
-from rl_megatron.batching.prefix_tree import PrefixTree
+from rl_megatron.batching.packing import pack_sequences, round_up
 from rl_megatron.batching.shared_prefixes import SharedPrefixes
 
 _LEAST_GAIN = 0.02
@@ -27,16 +26,21 @@ class _Tree:
     """Sequences of one set in a pack.
 
     Attributes:
-        sequences: Their indices.
+        groups: The indices of the sequences that stay together.
         tokens: The tokens of all sequences.
         slots: The tokens of the tree, with the padding of each segment.
         cost: The cost of the tree.
     """
 
-    sequences: list[int]
+    groups: list[list[int]]
     tokens: int
     slots: int
     cost: float
+
+    @property
+    def sequences(self) -> list[int]:
+        """Return the indices of all sequences."""
+        return list(chain.from_iterable(self.groups))
 
 
 def plan_trees(
@@ -46,7 +50,8 @@ def plan_trees(
 
     Args:
         lengths: The number of tokens of each sequence, and then of each padding sequence.
-        prefixes: What the sequences have in common. Padding sequences have nothing in common.
+        prefixes: What the sequences have in common, in multiples of `args.sequence_length_pad_multiple`. Padding
+            sequences have nothing in common.
         num_shards: The number of data-parallel ranks.
         args: The limit of a pack, the size of groups that stay together, and the cost of a sequence.
         unshared: The plan without trees.
@@ -57,7 +62,10 @@ def plan_trees(
     while size >= 1 and (size > 1 or args.group_size > 1):
         trees = [tree for members in sets for tree in _cut(members, size, lengths, prefixes, args)]
         size //= 2
-        if len(trees) < num_shards or max(tree.slots for tree in trees) > args.max_tokens_per_microbatch:
+        if max(tree.slots for tree in trees) > args.max_tokens_per_microbatch:
+            continue
+        trees = _cut_until_packs_are_filled(trees, num_shards, lengths, prefixes, args)
+        if trees is None:
             continue
         plan = _plan(trees, lengths, num_shards, args)
         if _cost_most(plan) < best_cost:
@@ -86,7 +94,7 @@ def _cut(
     bounds = [len(groups) * number // count for number in range(count + 1)]
     trees = []
     for start, stop in zip(bounds, bounds[1:], strict=False):
-        tree = _grow(list(chain.from_iterable(groups[start:stop])), lengths, prefixes, args)
+        tree = _grow(groups[start:stop], lengths, prefixes, args)
         if tree.slots > args.max_tokens_per_microbatch and stop - start > 1:
             trees += _cut(groups[start:stop], (stop - start + 1) // 2, lengths, prefixes, args)
         else:
@@ -94,17 +102,34 @@ def _cut(
     return trees
 
 
-def _grow(sequences: list[int], lengths: Sequence[int], prefixes: SharedPrefixes, args: PackingPlanArgs) -> _Tree:
-    """Return the tree of sequences."""
-    num_real = len(prefixes.shared)
+def _cut_until_packs_are_filled(
+    trees: list[_Tree], num_shards: int, lengths: Sequence[int], prefixes: SharedPrefixes, args: PackingPlanArgs
+) -> list[_Tree] | None:
+    """Return at least one tree for each pack, after cutting the largest ones if there are fewer.
+
+    The result is None if there are too few groups.
+    """
+    while True:
+        packs = pack_sequences([tree.slots for tree in trees], args.max_tokens_per_microbatch)
+        missing = round_up(len(packs), num_shards) - len(trees)
+        if missing <= 0:
+            return trees
+        largest = sorted((tree for tree in trees if len(tree.groups) > 1), key=lambda tree: -tree.slots)[:missing]
+        if not largest:
+            return None
+        kept = [tree for tree in trees if not any(tree is other for other in largest)]
+        halves = [_cut(tree.groups, -(-len(tree.groups) // 2), lengths, prefixes, args) for tree in largest]
+        trees = [*kept, *chain.from_iterable(halves)]
+
+
+def _grow(groups: list[list[int]], lengths: Sequence[int], prefixes: SharedPrefixes, args: PackingPlanArgs) -> _Tree:
+    """Return the tree of the sequences of groups."""
+    num_real, sequences = len(prefixes.shared), list(chain.from_iterable(groups))
     order, shared = prefixes.arrange([index if index < num_real else -1 for index in sequences])
     own_lengths = [lengths[sequences[index]] for index in order]
-    multiple = args.sequence_length_pad_multiple
-    slots = sum(own_lengths) - sum(shared)
-    if multiple > 1:
-        slots = sum(round_up(segment.length, multiple) for segment in PrefixTree.build(own_lengths, shared).segments)
+    slots = sum(round_up(length, args.sequence_length_pad_multiple) for length in own_lengths) - sum(shared)
     cost = sum(map(args.cost, own_lengths)) - sum(map(args.cost, shared))
-    return _Tree(sequences, sum(own_lengths), slots, cost)
+    return _Tree(groups, sum(own_lengths), slots, cost)
 
 
 def _plan(trees: list[_Tree], lengths: Sequence[int], num_shards: int, args: PackingPlanArgs) -> MicrobatchPlan:

@@ -17,7 +17,7 @@ from rl_megatron.plan import closed_forms
 from rl_megatron.plan.phases import Bytes
 from rl_megatron.plan.servers import Servers
 from rl_megatron.plan.workload import Workload
-from rl_megatron.topology.degrees import ConfiguredLayout
+from rl_megatron.topology.degrees import ConfiguredLayout, zigzag_slices
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,14 @@ class Batches:
             multiple: The number of microbatches is rounded up to a multiple of this.
         """
         length, prompt = workload.sequence_tokens, workload.prompt_tokens
+        multiple_of_length = zigzag_slices(layout.context)
 
-        def shape_of(size: int, samples: Sequence[int] | None) -> MicrobatchShape:
+        def make_shape(size: int, samples: Sequence[int] | None) -> MicrobatchShape:
             if samples is None:
                 packed = batching.kind == "packed"
                 return MicrobatchShape.from_lengths([length] * size, layout, is_packed=packed, prompt_tokens=prompt)
-            shared = [prompt - 1 if number else 0 for count in samples for number in range(count)]
+            common = (prompt - 1) // multiple_of_length * multiple_of_length
+            shared = [common if number else 0 for count in samples for number in range(count)]
             tree = PrefixTree.build([length] * size, shared)
             return MicrobatchShape.from_tree(tree, layout, length, prompt, by_flash=workload.attends_by_flash)
 
@@ -94,7 +96,7 @@ class Batches:
             sizes = workload.divide(sequences, layout, batching, group_size, multiple)
             trees = sizes.trees or repeat(None)
             parts = zip(sizes.counts, trees, strict=False)
-            return BatchShape(tuple((shape_of(size, samples), count * times) for (size, count), samples in parts))
+            return BatchShape(tuple((make_shape(size, samples), count * times) for (size, count), samples in parts))
 
         steps, group_size = workload.optimizer_batches, workload.group_size
         training = [part for sequences, times in steps for part in shape(sequences, times, group_size).parts]

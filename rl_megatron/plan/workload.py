@@ -131,6 +131,7 @@ def _share_prompts(
     is_later = torch.arange(sequences) % per_prompt != 0
     # The prompt's last token is not shared, because different tokens follow it.
     prefixes = SharedPrefixes({NEIGHBOUR: -is_later.int(), SHARED: is_later.int() * (prompt - 1)})
+    prefixes = prefixes.round_down(zigzag_slices(layout.context))
     shared = replace(batching, share_prefixes=True)
     planned = plan_lengths([length] * sequences, length, shared, layout, layout.data, group_size, cost, prefixes)
     if not planned.shares_prefixes:

@@ -15,7 +15,7 @@ from rl_megatron.batching.config import Batching, require_count
 from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.ownership import OwnershipPlanner, plan_ownership
 from rl_megatron.batching.rank_plan import RankPlan, require_key
-from rl_megatron.batching.step_microbatches import plan_microbatches, plan_step
+from rl_megatron.batching.step_microbatches import find_prefixes, plan_microbatches, plan_step
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.data.token_keys import declare_token_keys
 from rl_megatron.losses.base import Loss
@@ -99,7 +99,7 @@ class StepPlanner:
         planner = OwnershipPlanner(
             batch.lengths.numpy(), batch.width, batching, topology, self.cost, Blocks(topology.data),
             groups=None if groups is None else groups.numpy(),
-            prefixes=batch.prefixes if batching.share_prefixes else None,
+            prefixes=find_prefixes(batch, batching, topology),
         )  # fmt: skip
         ownership = plan_ownership(planner, sizes, batch.homes.numpy(), topology.data_rank, batch.ranks)
         return batch.move_to_owners(ownership)

@@ -26,7 +26,7 @@ def grow(batch, lengths, rng):
         ids[row, :common] = ids[like, :common]
         if "temperature" in batch and rng.random() < 0.8:
             batch["temperature"][row] = batch["temperature"][like]
-    facts = find_shared_prefixes({**batch, PREFIX_SET: torch.zeros(len(lengths))}, lengths)
+    facts = find_shared_prefixes({**batch, PREFIX_SET: torch.zeros(len(lengths), dtype=torch.long)}, lengths)
     return SharedPrefixes(facts).grow(range(len(lengths)), lengths)
 
 

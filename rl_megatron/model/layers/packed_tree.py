@@ -81,7 +81,8 @@ class FlashCall:
         counts, reads, query, key = [], torch.zeros(num_queries, dtype=torch.bool), 0, 0
         for queries, keys in [*pairs, (slice(num_queries, num_queries), slice(num_keys, num_keys))]:
             attending = (queries.stop - queries.start, keys.stop - keys.start)
-            counts += [each for each in ((queries.start - query, 0), (0, keys.start - key), attending) if any(each)]
+            sizes = ((queries.start - query, 0), (0, keys.start - key), attending)
+            counts += [size for size in sizes if any(size)]
             reads[queries] = True
             query, key = queries.stop, keys.stop
         starts = torch.tensor([(0, 0), *counts]).cumsum(0).int()
@@ -228,21 +229,20 @@ def _plan_flash_calls(tree: PrefixTree, boundaries: Sequence[int], cp_rank: int,
 
     Those are one call, or under context parallelism one for each of the rank's two slices of a segment.
     """
-    own: list[list[tuple[slice, slice]]] = [[] for _ in range(min(cp_size, 2))]
+    own_pairs: list[list[tuple[slice, slice]]] = [[] for _ in range(min(cp_size, 2))]
+    slices = (cp_rank, zigzag_slices(cp_size) - 1 - cp_rank)
     for start, stop in pairwise(boundaries):
         local, cp_slice = start // cp_size, (stop - start) // zigzag_slices(cp_size)
-        for number, (pairs, place) in enumerate(
-            zip(own, (cp_rank, zigzag_slices(cp_size) - 1 - cp_rank), strict=False)
-        ):
+        for number, (pairs, index) in enumerate(zip(own_pairs, slices, strict=False)):
             queries = slice(local + number * cp_slice, local + (number + 1) * cp_slice)
-            pairs.append((queries, slice(start, start + (place + 1) * cp_slice)))
+            pairs.append((queries, slice(start, start + (index + 1) * cp_slice)))
     levels: dict[int, list[tuple[slice, slice]]] = defaultdict(list)
     depths = _find_depths(tree)
     for index, below, keys in _list_ancestors(tree, boundaries, cp_size):
         levels[depths[index]].append((below, keys))
     sizes = (boundaries[-1] // cp_size, boundaries[-1])
     return (
-        *(FlashCall.from_pairs(pairs, *sizes, is_causal=True) for pairs in own),
+        *(FlashCall.from_pairs(pairs, *sizes, is_causal=True) for pairs in own_pairs),
         *(FlashCall.from_pairs(pairs, *sizes, is_causal=False) for _, pairs in sorted(levels.items())),
     )
 

@@ -87,18 +87,21 @@ class _FlashTreeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, output, log_sum = ctx.saved_tensors
-        totals: tuple[Tensor, ...] = ()
+        totals: list[Tensor] = []
+        # The sum of many levels would be inexact in bf16.
+        dtype = torch.promote_types(query.dtype, torch.float32) if len(ctx.calls) > 2 else query.dtype
         sums_by_head = log_sum.T.contiguous()
         for call, random in zip(ctx.calls, ctx.randoms, strict=True):
             gradients = _FLASH_BACKWARD(
                 gradient, query, key, value, output, sums_by_head, *call.sizes, 0.0, call.is_causal, *random,
                 scale=ctx.scale,
             )  # fmt: skip
-            totals = tuple(map(torch.add, totals, gradients)) if totals else gradients
+            gradients = [x.to(dtype) for x in gradients]
+            totals = [total.add_(x) for total, x in zip(totals, gradients, strict=True)] if totals else gradients
         for_sinks = None
         if sinks is not None:
             for_sinks = compute_sink_gradients(gradient, output, log_sum, sinks).sum(0).to(sinks.dtype)
-        return *totals, for_sinks, None, None
+        return *(total.to(query.dtype) for total in totals), for_sinks, None, None
 
 
 class _TreeAttention(torch.autograd.Function):

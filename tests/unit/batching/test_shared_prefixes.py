@@ -17,6 +17,7 @@ from rl_megatron.batching.prefix_tree import PrefixTree
 from rl_megatron.batching.rank_plan import plan_lengths
 from rl_megatron.batching.routing import ROUTED_EXPERTS
 from rl_megatron.batching.shared_prefixes import MOST_LEVELS, PREFIX_SET, SharedPrefixes, find_shared_prefixes
+from rl_megatron.batching.step_microbatches import find_prefixes
 from rl_megatron.data.batch import BatchedDataDict
 
 LAYOUT = SimpleNamespace(data=1, context=1, sequence_multiple=1)
@@ -163,6 +164,38 @@ def test_a_group_is_divided_where_that_balances_ranks():
 def test_a_group_that_does_not_fit_a_pack_is_divided():
     planned, _ = plan([20] * 4, [0, 15, 15, 15], [0] * 4, tokens=26)
     assert planned.shares_prefixes and planned.plan.slots[0] == [25, 25]
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 8])
+def test_every_rank_gets_as_many_packs_whatever_the_sizes_of_groups(num_shards):
+    rng, shared_in = random.Random(num_shards), 0
+    for _ in range(60):
+        prompts, samples = rng.randint(1, 12), rng.choice([1, 2, 4, 8])
+        prompt, response = rng.randint(2, 30), rng.randint(1, 30)
+        lengths = [prompt + rng.randint(1, response) for _ in range(prompts * samples)]
+        sets = [number // samples for number in range(len(lengths))]
+        shared = [prompt - 1 if number % samples else 0 for number in range(len(lengths))]
+        planned, _ = plan(lengths, shared, sets, num_shards, tokens=rng.randint(max(lengths), 4 * max(lengths)))
+        shared_in += planned.shares_prefixes
+        assert len({len(shard) for shard in planned.plan.sequences}) == 1
+        numbers = chain.from_iterable(chain.from_iterable(planned.plan.sequences))
+        assert sorted(numbers) == list(range(len(planned.lengths)))
+    assert shared_in > 10
+
+
+def test_shared_tokens_are_whole_zigzag_slices():
+    layout = SimpleNamespace(data=1, context=2, sequence_multiple=4)
+    sequences = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7, 20], [1, 2, 3, 30, 31, 32]]
+    batch = Batch.from_whole(collate(sequences) | {PREFIX_SET: torch.zeros(3, dtype=torch.long)})
+    prefixes = find_prefixes(batch, Batching("packed", tokens=64, share_prefixes=True), layout)
+    tree = prefixes.grow([0, 1, 2], [10, 8, 6])
+    assert [(segment.begin, segment.length) for segment in tree.segments] == [(0, 4), (4, 6), (4, 4), (0, 6)]
+
+
+def test_an_empty_sequence_shares_nothing():
+    batch = collate([[1, 2, 3], [1, 2, 4], [0]]) | {PREFIX_SET: torch.zeros(3, dtype=torch.long)}
+    batch["input_lengths"][2] = 0
+    assert Batch.from_whole(batch).prefixes.grow([0, 1, 2], [3, 3, 1]).num_tokens == 1 + 2 + 2 + 1
 
 
 def test_a_set_with_too_many_levels_is_divided():
