@@ -5,6 +5,7 @@ It is deterministic, every sequence has one owner, groups stay whole, and ranks 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from rl_megatron.batching.cost import SequenceCost
 from rl_megatron.batching.microbatch import PADDING, RankMicrobatches, StepPlan
 from rl_megatron.batching.ownership import OwnershipPlanner, agree_on_counts, plan_ownership
 from rl_megatron.batching.rank_plan import plan_lengths
+from rl_megatron.batching.shared_prefixes import NEIGHBOUR, SHARED, SharedPrefixes
 from rl_megatron.batching.step_microbatches import plan_microbatches
 from rl_megatron.topology.reductions import ALONE
 
@@ -51,6 +53,18 @@ def plan_of_all_blocks(plan: OwnershipPlanner, start: int, stop: int, homes: np.
         owners[numbers] = ranks.start + local
         shapes += of_ranks
     return owners, shapes
+
+
+@pytest.mark.parametrize("batching", KINDS, ids=lambda batching: batching.kind)
+def test_sequences_that_share_tokens_are_divided_over_blocks(batching):
+    shared = np.full(256, 20, dtype=np.int32)
+    shared[0] = 0
+    neighbours = np.where(shared > 0, -1, 0)
+    prefixes = SharedPrefixes({NEIGHBOUR: torch.from_numpy(neighbours), SHARED: torch.from_numpy(shared)})
+    plan = replace(planner([40] * 256, 16, replace(batching, share_prefixes=True)), prefixes=prefixes)
+    owners, _ = plan_of_all_blocks(plan, 0, 256, np.zeros(256, dtype=np.int64))
+    of_block = [int(np.isin(owners, plan.blocks.ranks(block)).sum()) for block in range(2)]
+    assert max(of_block) <= 144, of_block
 
 
 @st.composite

@@ -14,13 +14,14 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from rl_megatron.batching.config import Batching
 from rl_megatron.batching.microbatch import Microbatch
+from rl_megatron.batching.prefix_tree import PrefixTree
 from rl_megatron.batching.shared_prefixes import PREFIX_SET
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.parallel import ParallelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses.nll import NLLLoss
 from rl_megatron.losses.value import MSEValueLoss
-from rl_megatron.model.flops import count_forward_flops
+from rl_megatron.model.flops import count_forward_flops, count_model_flops
 from rl_megatron.model.layers import norms
 from rl_megatron.model.microbatch_shape import MicrobatchShape
 from rl_megatron.model.sharded_shape import Head, ShardedShape
@@ -203,6 +204,13 @@ def test_needed_pairs_are_those_of_causal_attention_of_which_the_diagonal_counts
     spans = [(length, min(length, window or length)) for length in (24, 9)]
     attended = sum(min(position + 1, span) for length, span in spans for position in range(length))
     assert shape.needed_pairs(1, window) == attended - sum(span / 2 for _, span in spans)
+
+
+@pytest.mark.parametrize("model", [MODEL, GEMMA, DELTA], ids=["dense", "windows", "delta rule"])
+def test_shared_tokens_count_once_in_the_mfu(model):
+    tree = PrefixTree.build([30, 21], [0, 14])
+    both, prompt = (count_model_flops(model, VOCAB_SIZE, "lm", lengths) for lengths in ([30, 21], [14]))
+    assert count_model_flops(model, VOCAB_SIZE, "lm", [30, 21], tree) == pytest.approx(both - prompt, rel=1e-12)
 
 
 def test_attention_takes_as_long_under_context_as_under_tensor_parallelism():

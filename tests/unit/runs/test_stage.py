@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl_megatron.batching.batch import Batch
+from rl_megatron.batching.shared_prefixes import PREFIX_SET
 from rl_megatron.checkpoint.resumed_state import ResumedState
 from rl_megatron.checkpoint.save import SaveFailed
 from rl_megatron.config.algorithms import GRPOConfig
@@ -410,6 +411,20 @@ def test_pairs_are_compared_as_the_loss_compares_them(average, per_token):
     config = load_config(["algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=x",
                    f"loss.preference_average_log_probs={average}"]).first  # fmt: skip
     assert HeldoutPairs.from_stage(config, HeldoutBatch(BatchedDataDict()), Characters()).per_token is per_token
+
+
+@pytest.mark.parametrize("setting", ["auto", "off"])
+def test_held_out_pairs_may_share_their_prompts(setting):
+    config = load_config(
+        ["algorithm=dpo", "loss=dpo", "data=gsm8k_pairs", "data.path=x", f"train.share_prefixes={setting}"]
+    ).first
+    heldout = HeldoutPairs.from_stage(config, HeldoutBatch(BatchedDataDict(token_mask=PAIR_MASK)), Characters())
+    read = []
+    policy = Judge("lm", logprobs=torch.zeros(PAIR_MASK.shape))
+    policy.get_logprobs = lambda batch: read.append(batch) or {"logprobs": torch.zeros(PAIR_MASK.shape)}
+    heldout.evaluate(policy)
+    sets = read[0].get(PREFIX_SET)
+    assert sets is None if setting == "off" else sets.tolist() == [number // 2 for number in range(len(PAIR_MASK))]
 
 
 def test_a_warning_names_the_records_that_its_step_has_learned_from(make, caplog):
