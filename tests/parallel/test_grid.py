@@ -11,6 +11,11 @@ from __future__ import annotations
 import pytest
 
 from docs import generate_layouts
+from rl_megatron.batching.batch import Batch
+from rl_megatron.batching.cost import SequenceCost
+from rl_megatron.batching.step_microbatches import plan_step
+from rl_megatron.certify.workload import VOCAB_SIZE
+from rl_megatron.topology.degrees import ConfiguredLayout
 from tests.parallel.grid import VALUES, Factors, Grid, Layout, is_possible, pairs, possible_pairs, whole_grid
 
 # The values are in the order of `Factors`.
@@ -71,6 +76,17 @@ def test_the_few_layouts_have_every_value_of_every_factor():
     assert all(is_possible(layout.factors) and layout.factors.ranks <= 4 for layout in FEW)
     for place, (factor, values) in enumerate(VALUES.items()):
         assert {layout.factors[place] for layout in FEW} == set(values), factor
+
+
+@pytest.mark.fast
+def test_layouts_with_shared_prefixes_have_trees():
+    for layout in whole_grid() + FEW:
+        batch = Batch.from_whole(layout.workload().batch())
+        where = ConfiguredLayout.from_config(layout.parallel, layout.factors.ranks)
+        cost = SequenceCost.from_model(layout.model, VOCAB_SIZE)
+        for group_size in (1, 2):
+            step = plan_step(batch, 0, batch.size, layout.batching(group_size), where, 0, group_size, cost)
+            assert step.local.shares_prefixes == layout.factors.shared, layout.name
 
 
 def test_the_grid_has_every_pair_of_values_that_eight_ranks_allow():
