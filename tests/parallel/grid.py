@@ -13,6 +13,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from rl_megatron.batching.config import Batching
 from rl_megatron.certify.measurement import Difference, Measurement, compare, run_workload
 from rl_megatron.certify.single_process import run_in_one_process
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, STANDARD_OBJECTIVES, Workload, build_small_batching
@@ -204,6 +205,11 @@ class Layout:
         fused_head = SMALL_FUSED_HEAD if f.fused_head else None
         return Workload(self.model, STANDARD_OBJECTIVES, optimizer=optimizer, fused_head=fused_head)
 
+    def batching(self, group_size: int) -> Batching:
+        """Return how the workload's sequences form microbatches, `group_size` of which stay together."""
+        f = self.factors
+        return build_small_batching(f.batching, f.sequences, group_size, self.parallel, share_prefixes=f.shared)
+
     @cached_property
     def reference(self) -> Workload:
         """Return the workload of the one process that layouts of this model are compared with."""
@@ -246,14 +252,5 @@ class Grid:
 def _run_on_rank(layout: Layout) -> dict[str, Measurement]:
     workload = layout.workload()
     where = topology.build(layout.parallel, start_device("cpu"), workload.seed)
-    batching = {
-        name: build_small_batching(
-            layout.factors.batching,
-            layout.factors.sequences,
-            objective.group_size,
-            layout.parallel,
-            share_prefixes=layout.factors.shared,
-        )  # fmt: skip
-        for name, objective in workload.objectives.items()
-    }
+    batching = {name: layout.batching(objective.group_size) for name, objective in workload.objectives.items()}
     return run_workload(workload, where, batching)
