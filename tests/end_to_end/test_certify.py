@@ -79,7 +79,8 @@ def test_a_failure_of_the_reference_ends_every_rank(tmp_path, forks):
 def test_experts_are_certified_with_their_balancing_loss(tmp_path, forks):
     balance = ("model.router_aux_loss=0.1", "model.router_aux_loss_scope=global")
     overrides = ("model=nano_moe", *balance, "parallel.context=2", "parallel.expert=2")
-    done = forks.run_ranks(tmp_path, "certify", *overrides, "train.batching=packed", ranks=2)
+    packed = ("train.batching=packed", "train.share_prefixes=auto")
+    done = forks.run_ranks(tmp_path, "certify", *overrides, *packed, ranks=2)
     assert [rank.status for rank in done] == [0, 0], done
 
 
