@@ -106,7 +106,9 @@ class AgentWorker:
         configured = self._settings.environment
         variables = {name: os.environ.get(name) if value is None else value for name, value in configured.items()}
         direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), os.environ.get("no_proxy"), self._settings.host)))
+        paths = (str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath))
         always = {
+            "PATH": os.pathsep.join(paths),  # "python" is the one that runs this
             "NO_PROXY": direct,  # the gateway must not be reached through a proxy
             "no_proxy": direct,
             **{name: value for name, value in variables.items() if value is not None},

@@ -179,6 +179,7 @@ result({"metadata": dict(os.environ)})
     assert (seen["SEARCH_API_KEY"], seen["MINE"], seen["ORDINARY"]) == ("secret-2", "5", "kept")
     assert seen["OPENAI_BASE_URL"].startswith("http://127.0.0.1:")
     assert seen.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+    assert seen["PATH"].split(os.pathsep) == [str(Path(sys.executable).parent), *os.environ["PATH"].split(os.pathsep)]
 
 
 def test_a_worker_of_the_users_own_can_use_the_gateway(tmp_path):
