@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
