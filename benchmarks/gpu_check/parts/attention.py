@@ -179,18 +179,19 @@ def _tree(
     whole = [x.detach()[rows].requires_grad_() for x in tensors]
 
     def shared() -> Tensor:
+        query, key, value = tensors
         if device.type == "cuda":
-            output = attend_in_tree_by_flash(*tensors, packed.flash_calls, None, None)
+            output = attend_in_tree_by_flash(query, key, value, packed.flash_calls, None, None)
         else:
             parts = [(part, None) for part in packed.list_ancestors()]
-            output = attend_in_tree(*tensors, packed, [None] * len(packed.buckets), parts, None)
+            output = attend_in_tree(query, key, value, packed, [None] * len(packed.buckets), parts, None)
         weights = torch.bincount(rows)[:, None].expand_as(output).to(output)  # sequences that have the token
         gradients = [x / samples for x in torch.autograd.grad(output, tensors, weights)]
         return torch.cat([x.detach().flatten() for x in (output[rows], *gradients)])
 
     def attend_whole(tokens: list[Tensor]) -> tuple[Tensor, ...]:
-        sequences = [x.unflatten(0, (count, -1)).transpose(0, 1) for x in tokens]
-        output = attend(*sequences, None, None).transpose(0, 1).flatten(0, 1)
+        query, key, value = (x.unflatten(0, (count, -1)).transpose(0, 1) for x in tokens)
+        output = attend(query, key, value, None, None).transpose(0, 1).flatten(0, 1)
         return output.detach().flatten(), *torch.autograd.grad(output, tokens, torch.ones_like(output))
 
     def reference() -> Tensor:
