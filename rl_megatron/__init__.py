@@ -18,6 +18,7 @@ _HOME = {
     "AdvantageInputs": "algorithms.advantage_estimators",
     "AlgorithmConfig": "config.schema",
     "BatchedDataDict": "data.batch",
+    "Batching": "batching.config",
     "ConfigError": "config.errors",
     "DataConfig": "config.schema",
     "DataSource": "data.sources",

@@ -10,6 +10,7 @@ from rl_megatron.api.train import dpo as dpo
 from rl_megatron.api.train import grpo as grpo
 from rl_megatron.api.train import sft as sft
 from rl_megatron.api.train import train as train
+from rl_megatron.batching.config import Batching as Batching
 from rl_megatron.config.algorithm_kinds import RolloutConfig as RolloutConfig
 from rl_megatron.config.errors import ConfigError as ConfigError
 from rl_megatron.config.loading.load import load_config as load_config

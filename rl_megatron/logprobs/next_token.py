@@ -122,13 +122,14 @@ def next_token_stats(
         labels = labels.masked_fill(~counts, IGNORE_INDEX)
     labels = layout.scatter(pad(labels, (0, 1), value=IGNORE_INDEX), IGNORE_INDEX)
     temperature = next_token_temperature(temperature, layout, (batch, length))
-    layout_of_ids = layout
+    layout_of_ids, num_ids = layout, 0
     if gather_ids is not None:
+        num_ids = gather_ids.shape[-1]
         if layout.is_shared:  # sequences may have different ids at a token that they share
             most_sharing = None if most_counted is None else sharding.most_sharing
             layout_of_ids = layout.separate(pad(counts, (0, 1)), most_sharing)
         gather_ids = layout_of_ids.scatter(pad(gather_ids, (0, 0, 0, 1)), 0)
-        gather_ids = gather_ids.view(*layout.local_shape, -1)
+        gather_ids = gather_ids.unflatten(1, (layout.local_shape[1], -1)).flatten(2)
 
     options = {"valid_vocab_size": sharding.valid_vocab_size, "entropy": entropy, "backend": backend}
     if isinstance(logits, DeferredLogits):
@@ -143,7 +144,8 @@ def next_token_stats(
     if stats.gathered is not None and layout_of_ids is layout:
         streams.append(stats.gathered)  # all streams in one collective
     elif stats.gathered is not None:
-        gathered = layout_of_ids.gather(stats.gathered.reshape(*layout_of_ids.local_shape, -1))[:, : length - 1]
+        gathered = stats.gathered.unflatten(-1, (-1, num_ids)).flatten(1, 2)
+        gathered = layout_of_ids.gather(gathered)[:, : length - 1]
     whole = layout.gather(torch.cat(streams, dim=-1))[:, : length - 1]
     if layout.is_shared:  # a token may be masked in some of the sequences that share it
         whole = whole.masked_fill(~counts[..., None], 0.0)

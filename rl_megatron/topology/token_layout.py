@@ -128,13 +128,13 @@ class TokenLayout:
         """
         index = self.index.masked_fill(~chosen, -1)
         ordered, order = index.sort(dim=0, stable=True)  # sequences share tokens of the same position only
-        rows = torch.arange(len(index), device=index.device)[:, None].expand_as(index)
+        numbers = torch.arange(len(index), device=index.device)[:, None].expand_as(index)
         begins = torch.nn.functional.pad(ordered[1:] != ordered[:-1], (0, 0, 1, 0), value=True)
-        places = torch.empty_like(index).scatter_(0, order, rows - rows.where(begins, 0).cummax(dim=0).values)
+        places = torch.empty_like(index).scatter_(0, order, numbers - numbers.where(begins, 0).cummax(dim=0).values)
         if most is None:
             most = int(places.masked_fill(index < 0, 0).max()) + 1
-        num_rows, length = self.local_shape
-        return TokenLayout(torch.where(index < 0, -1, index * most + places), (num_rows, length * most), self.cp_group)
+        local_shape = self.local_shape[0], self.local_shape[1] * most
+        return TokenLayout(torch.where(index < 0, -1, index * most + places), local_shape, self.cp_group)
 
     def count(self, chosen: Tensor) -> Tensor:
         """Return, for each of this rank's tokens [R, L], in how many sequences `chosen` [B, S] is true for it, fp32."""
