@@ -182,9 +182,8 @@ def read_manifest(checkpoint: Path, model: ModelConfig | None = None) -> dict[st
     """
     if not checkpoint.is_dir():
         existing = ", ".join(path.name for path in find_checkpoints(checkpoint.parent)) or "none"
-        raise ConfigError(
-            f"checkpoint {checkpoint} does not exist; existing checkpoints: {existing}{explain_download(checkpoint)}"
-        )
+        remedy = explain_download(checkpoint) or "; name one, as in outputs/run/checkpoints/sft/step-000100"
+        raise ConfigError(f"checkpoint {checkpoint} does not exist; existing checkpoints: {existing}{remedy}")
     if not (checkpoint / MANIFEST).is_file():
         raise ConfigError(f"checkpoint {checkpoint} {describe_missing_checkpoint(checkpoint)}")
     manifest = read_manifest_alone(checkpoint)

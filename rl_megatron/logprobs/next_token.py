@@ -105,7 +105,8 @@ def next_token_stats(
         backend: See `vocab_parallel_logprobs`.
 
     Raises:
-        ValueError: Shapes do not fit. The message names them.
+        ValueError: Shapes do not fit, or more tokens count than `most_counted` or `Sharding.most_sharing` says (on a
+            GPU, see `check`). The message names them.
     """
     batch, length = input_ids.shape
     if mask is not None and mask.shape != input_ids.shape:
@@ -127,7 +128,16 @@ def next_token_stats(
         num_ids = gather_ids.shape[-1]
         if layout.is_shared:  # sequences may have different ids at a token that they share
             most_sharing = None if most_counted is None else sharding.most_sharing
-            layout_of_ids = layout.separate(pad(counts, (0, 1)), most_sharing)
+            chosen = pad(counts, (0, 1))
+            layout_of_ids = layout.separate(chosen, most_sharing)
+            if most_sharing is not None:
+                check(
+                    (layout_of_ids.index // most_sharing == layout.index.masked_fill(~chosen, -1)).all(),
+                    lambda: (
+                        f"most_sharing={most_sharing} is too small: more sequences share an unmasked token; give "
+                        "most_counted=None if `mask` is not the batch's token_mask·sample_mask"
+                    ),
+                )
         gather_ids = layout_of_ids.scatter(pad(gather_ids, (0, 0, 0, 1)), 0)
         gather_ids = gather_ids.unflatten(1, (layout.local_shape[1], -1)).flatten(2)
 

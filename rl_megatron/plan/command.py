@@ -16,6 +16,7 @@ from rich.console import Console
 from rl_megatron import log
 from rl_megatron.algorithms.registry import get_algorithm
 from rl_megatron.algorithms.rollout import recomputes_logprobs
+from rl_megatron.checkpoint.directory import check_checkpoint
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
 from rl_megatron.config.data import DOCUMENTS
 from rl_megatron.config.errors import ConfigError, nearest
@@ -50,10 +51,13 @@ def plan(config: RunConfig, section: PlanConfig, options: argparse.Namespace) ->
         The exit status: 0 if the stage, or a layout that was found, fits the memory; 1 otherwise.
 
     Raises:
-        ConfigError: The GPU or a link is unknown, the layout does not fit the model, or a phase cannot be planned.
+        ConfigError: The GPU or a link is unknown, `init_from` has another model, the layout does not fit the model, or
+            a phase cannot be planned.
     """
     _check(options)
     name, stage = _choose_stage(config, options.stage)
+    if config.init_from:
+        check_checkpoint(Path(config.init_from), stage.model, tokenizer_digest=None)
     cluster = Cluster.from_config(section, options.gpu, options.nodes, options.gpus_per_node)
     if cluster.world_size > _MOST_RANKS:
         raise ConfigError(

@@ -7,7 +7,7 @@ import torch
 
 from rl_megatron.batching.prefix_tree import PrefixTree
 from rl_megatron.batching.shared_prefixes import PREFIX_SET, SharedPrefixes, find_shared_prefixes
-from rl_megatron.logprobs import Sharding
+from rl_megatron.logprobs import Sharding, next_token_stats
 from rl_megatron.losses import build_loss
 from rl_megatron.topology.token_layout import TokenLayout
 from tests.contract.packing import PACKABLE, Shape, random_batch
@@ -78,3 +78,15 @@ def test_a_loss_reads_each_shared_token_once(case):
         moved |= want_value != 0 and total.abs().max().item() > 1e-4
     assert most_shared > 1, "no unmasked token is shared"
     assert moved, "nothing to compare"
+
+
+def test_a_mask_with_more_sharing_than_was_counted_is_refused():
+    tree = PrefixTree.build([5, 5, 5], [0, 3, 3])
+    layout = lay_out(tree, 5, 1)
+    ids, mask = torch.ones(3, 5, dtype=torch.long), torch.ones(3, 5)
+    logits = torch.zeros(*layout.local_shape, 8)
+    sharding = Sharding(shared_index=layout.index, most_sharing=2)
+    with pytest.raises(ValueError, match=r"most_sharing=2 is too small.*most_counted=None"):
+        next_token_stats(logits, ids, sharding, mask=mask, gather_ids=ids[:, 1:, None], most_counted=9)
+    stats = next_token_stats(logits, ids, sharding, mask=mask, gather_ids=ids[:, 1:, None])
+    assert (stats.gathered - stats.logprobs[..., None]).abs().max() < 1e-6

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl.chat_template_utils import get_training_chat_template
 
+from rl_megatron.batching.config import Batching
 from rl_megatron.checkpoint.hf_convert import export_weights
 from rl_megatron.config.data_sources import PreferenceConfig
 from rl_megatron.config.loading.load import load_config
@@ -30,7 +31,7 @@ from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.losses import PreferenceLoss
 from rl_megatron.rewards.functions import RewardModelServer
 from rl_megatron.rewards.reward_function import RewardFunction
-from rl_megatron.rewards.reward_models import RewardModels
+from rl_megatron.rewards.reward_models import RewardModels, SequenceScorer
 from tests.http_server import HttpServer
 from tests.parallel.layouts import MODEL, build_policy
 from tests.unit.data.chat_families import assistant, template_of, user, write_tokenizer
@@ -192,3 +193,20 @@ def test_one_answer_has_one_score_wherever_it_is_read(scored, server, home):
         assert trained == pytest.approx(found["margin"], abs=TOLERANCE), kind
         num_answers += len(samples)
     assert num_answers == 256
+
+
+def score_and_count(home: Path, share_prefixes: bool) -> tuple[list[float], int]:
+    """Return the scores of eight answers to one prompt, and how many tokens the model computed."""
+    tokenizer, counted = load_tokenizer(home / "tokenizer"), []
+    batching = Batching("packed", tokens=1024, share_prefixes=share_prefixes)
+    policy = build_policy({}, model=QWEN3, vocab_size=tokenizer.vocab_size, head="score", batching=batching)
+    (model,) = policy.model.model_chunks
+    model.register_forward_hook(lambda _, arguments, output: counted.append(output.shape[:2].numel()))
+    answers_to_one = [[*range(1, 41), *range(number, number + 5)] for number in range(50, 58)]
+    return SequenceScorer(policy, tokenizer, "resident").score(answers_to_one), sum(counted)
+
+
+def test_a_reward_model_computes_a_common_prompt_once(ranks, home):
+    (wanted, num_tokens), (scores, fewer) = (ranks.run(1, score_and_count, home, each)[0] for each in (False, True))
+    assert scores == pytest.approx(wanted, abs=TOLERANCE) and len(set(scores)) == 8
+    assert (num_tokens, fewer) == (8 * 45, 39 + 8 * 6)  # the last common token has another next one in each answer

@@ -13,6 +13,9 @@ from rl_megatron.batching.shared_prefixes import PREFIX_SET
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.data.batch import BatchedDataDict
 from rl_megatron.losses import build_loss
+from tests.contract.loss_cases import VOCAB, token_logits
+from tests.contract.packing import PACKABLE, Shape, random_batch
+from tests.contract.test_shared_tokens import grow
 from tests.parallel.layouts import EXPERTS, MODEL, VOCAB_SIZE, build_policy, gradients, worst_relative_error
 
 SETS, SAMPLES, WIDTH = 6, 4, 40
@@ -182,3 +185,38 @@ LAYOUTS = [
 def test_shared_prefixes_change_no_value_and_no_gradient(ranks, one_process, parallel, kind):
     by_rank = ranks.run(4, one_step, parallel, Batching(kind, sequences=4, tokens=160, share_prefixes=True))
     assert_same(by_rank[0], one_process)
+
+
+# Every loss of a policy's logits, with all its kinds of settings.
+LOSSES = {str(case): case for case in PACKABLE if case.make_output is token_logits and not case.outputs_in_batch}
+
+
+def one_step_of_each_loss(parallel: dict, shares: bool) -> dict:
+    """Return each loss's metrics and gradients."""
+    policy = build_policy(parallel, vocab_size=VOCAB, batching=Batching("packed", tokens=96, share_prefixes=shares))
+    shape, found = Shape((16, 15, 14, 16, 12, 16), 16), {}
+    for name, case in LOSSES.items():
+        batch, _ = random_batch(case, shape, torch.Generator().manual_seed(0))
+        grow(batch, shape.lengths, random.Random(0))
+        batch = {key: value.float() if value.is_floating_point() else value for key, value in batch.items()}
+        lengths, sets = torch.tensor(shape.lengths), torch.zeros(len(shape.lengths), dtype=torch.long)
+        batch = BatchedDataDict(batch | {"input_lengths": lengths, PREFIX_SET: sets})
+        loss = build_loss(case.name, case.cfg)
+        trees = [microbatch.tree for microbatch in policy.plan(batch, loss).microbatches]
+        assert all((tree is not None) == shares for tree in trees), name
+        found[name] = policy.accumulate_gradients(batch, loss), gradients(policy)
+    return found
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"context": 4}, {"pipeline": 4}, {"context": 2, "tensor": 2}, {"pipeline": 2, "tensor": 2}], ids=str
+)
+def test_every_loss_shares_prefixes_exactly(ranks, parallel):
+    by_loss = ranks.reference(one_step_of_each_loss, {}, False)
+    without_gradient = [name for name, (_, each) in by_loss.items() if not any(x.any() for x in each.values())]
+    assert set(without_gradient) <= {"clipped_pg-gspo with icepop"}  # it drops all tokens of these sequences
+    for name, (metrics, gradient) in ranks.run(4, one_step_of_each_loss, parallel, True)[0].items():
+        wanted_metrics, wanted_gradient = by_loss[name]
+        assert metrics == pytest.approx(wanted_metrics, rel=1e-4, abs=1e-5), name
+        error, worst = worst_relative_error(gradient, wanted_gradient)
+        assert error <= 1e-4, (name, worst)

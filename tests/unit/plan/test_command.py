@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from docs import generate_plan
+from rl_megatron.checkpoint.directory import publish
 from rl_megatron.cli import main
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.loading.load import load_config
+from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.plan import PlanConfig
 from rl_megatron.plan import command
 from rl_megatron.plan.closed_use import estimate_use
@@ -340,6 +342,15 @@ def test_a_phase_that_cannot_be_planned_is_named_with_its_rank_and_the_cause(fre
     assert "phase train cannot be run on fake GPUs as rank 2 (last stage): RuntimeError at " in written
     assert f"{CHOOSES}:{line}: aten::nonzero" in written and "--closed-forms" in written
     assert fresh_process.run(errors_of, [*arguments, "--closed-forms"])[0] == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, capfd):
+    (tmp_path / "partial").mkdir()
+    publish(tmp_path / "partial", tmp_path / "saved", {"model": asdict(ModelConfig())})
+    arguments = [*SMALL, "--closed-forms", f"init_from={tmp_path}/saved"]
+    assert main(arguments) == 2
+    assert "holds another model" in (written := capfd.readouterr().err) and "model=init_from" in written
+    assert main([*(word for word in arguments if not word.startswith("model")), "model=init_from"]) == 0
 
 
 @pytest.mark.change
