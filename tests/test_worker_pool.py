@@ -1,9 +1,12 @@
 """The pool of ranks that the other tests use."""
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.fresh_process import FreshProcess
 from tests.worker_pool import RankFailed
 
 
@@ -29,3 +32,18 @@ def test_a_failed_rank_is_named_and_the_next_job_has_new_ranks(ranks, tmp_path):
     with pytest.raises(RankFailed, match=r"(?s)rank [01] of 2:.*ValueError: no such luck"):
         ranks.run(2, fail, "no such luck")
     assert ranks.run(2, record_call, str(tmp_path / "calls"), 3) == [[3], [3]]
+
+
+def import_a_run() -> list[str]:
+    """Return which modules are imported for the code of a run, in a process of the tests."""
+    imported = set(sys.modules)
+    importlib.import_module("rl_megatron.runs.run")
+    return sorted(sys.modules.keys() - imported)
+
+
+def test_a_fork_has_imported_what_a_run_needs():
+    process = FreshProcess()
+    try:
+        assert process.run(import_a_run) == []
+    finally:
+        process.close()
