@@ -18,6 +18,7 @@ from rl_megatron.algorithms.registry import get_algorithm
 from rl_megatron.algorithms.rollout import recomputes_logprobs
 from rl_megatron.checkpoint.directory import check_checkpoint
 from rl_megatron.config.algorithm_kinds import PolicyGradientConfig, RolloutConfig
+from rl_megatron.config.checkpoint_metadata import MANIFEST
 from rl_megatron.config.data import DOCUMENTS
 from rl_megatron.config.errors import ConfigError, nearest
 from rl_megatron.config.loading.hints import get_override_key
@@ -56,7 +57,7 @@ def plan(config: RunConfig, section: PlanConfig, options: argparse.Namespace) ->
     """
     _check(options)
     name, stage = _choose_stage(config, options.stage)
-    if config.init_from:
+    if config.init_from and (Path(config.init_from) / MANIFEST).is_file():  # a Hugging Face directory has none
         check_checkpoint(Path(config.init_from), stage.model, tokenizer_digest=None)
     cluster = Cluster.from_config(section, options.gpu, options.nodes, options.gpus_per_node)
     if cluster.world_size > _MOST_RANKS:
