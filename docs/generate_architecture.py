@@ -46,6 +46,7 @@ DESCRIPTIONS = {
     "evaluation": (0, "eval sets, statistics, eval, generate", "you add an eval metric"),
     "algorithms": (0, "one loop per algorithm, advantages", "you add an algorithm"),
     "runs": (0, "stages, resuming, stopping, failures", "the life of a run changes"),
+    "service": (2, "the training service for clients", "clients need a new verb"),
     "certify": (0, "compares a layout with one process", "you certify more"),
     "plan": (1, "predicts memory and time", "you predict more"),
     "doctor": (1, "examines an installation", "an installation can be wrong in a new way"),

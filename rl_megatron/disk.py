@@ -67,6 +67,15 @@ def append(path: Path, content: bytes) -> None:
         raise
 
 
+def sync_directory(path: Path) -> None:
+    """Wait until the names of a directory's files are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def remove_unfinished(directory: Path) -> None:
     """Remove the files that killed processes were writing to a directory with `replace_file`.
 

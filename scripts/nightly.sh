@@ -28,6 +28,7 @@ source scripts/install.sh
 install_package dev
 scripts/install_vllm.sh
 scripts/install_adapters.sh
+scripts/install_tinker.sh
 results=$repo/.nightly/$(git rev-parse --short=12 HEAD)-of-$number
 mkdir -p "$results"
 # Only Transformer Engine's Python, without its libraries: tests/transformer_engine compares its record with it.

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "rl_megatron"
 PACKAGES = (
     "config", "topology", "workers", "data", "batching", "logprobs", "losses", "model", "checkpoint",
     "weight_sync", "policy", "training", "generation", "rewards", "rollouts", "observability", "evaluation",
-    "algorithms", "runs", "certify", "plan", "doctor", "compat", "cli", "api",
+    "algorithms", "runs", "service", "certify", "plan", "doctor", "compat", "cli", "api",
 )  # fmt: skip
 FOR_ALL = {"log", "disk", "timing", "rl_megatron"}  # rl_megatron: the package root, which holds the version
 IMPORT_ANYTHING = {"__main__"}

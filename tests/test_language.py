@@ -27,15 +27,15 @@ TEXTS = sorted(
 # A new verb is added here. Words that are usually nouns ("Step", "Shape") are left out.
 VERBS = frozenset(
     """
-    Accept Add Allocate Answer Append Apply Ask Attend Begin Broadcast Build Call Check Choose Clear Close Collect
-    Combine Compare Complete Compute Connect Continue Convert Copy Count Create Cut Decode Define Delete Describe Do
-    Draw Drop Encode End Estimate Evaluate Fill Find Finish Free Gather Generate Give Ignore Import Initialise
-    Initialize Insert Join Keep Kill Launch Leave Let List Load Lock Log Make Map Mark Mask Merge Move Normalise
-    Open Pack Parse Plan Plot Prepare Print Propagate Provide Put Raise Read Rebuild Receive Record Redirect Reduce
-    Refuse Register Release Remove Rename Render Replace Report Request Require Reset Resolve Restart Restore Return
-    Round Run Sample Save Scale Scatter Select Send Serve Set Shorten Show Shut Silence Skip Sort Split Spread Start
-    Stop Store Stream Subtract Sum Sync Take Time Train Truncate Turn Undo Unwrap Update Use Validate Verify Wait
-    Warn Wrap Write Yield
+    Accept Acknowledge Add Allocate Answer Append Apply Ask Attend Begin Broadcast Build Call Check Choose Clear Close
+    Collect Combine Compare Complete Compute Connect Continue Convert Copy Count Create Cut Decode Define Delete
+    Describe Do Draw Drop Encode End Estimate Evaluate Execute Fill Find Finish Forget Free Freeze Gather Generate
+    Give Ignore Import Initialise Initialize Insert Join Keep Kill Launch Leave Let List Load Lock Log Make Map Mark
+    Mask Merge Move Normalise Open Pack Parse Plan Plot Prepare Print Propagate Provide Put Raise Read Rebuild Receive
+    Record Redirect Reduce Refuse Register Release Remove Rename Render Replace Report Request Require Reset Resolve
+    Restart Restore Return Round Run Sample Save Scale Scatter Select Send Serve Set Shorten Show Shut Silence Skip
+    Sort Split Spread Start Stop Store Stream Subtract Sum Sync Take Time Train Truncate Turn Undo Unwrap Update Use
+    Validate Verify Wait Warn Wrap Write Yield
     """.split()
 )
 
@@ -65,6 +65,7 @@ _CHUNKS = (
     ("checkpoint/tensors.py", r"\.chunks|ChunkStorageMetadata", "torch's names"),
     ("compat/", r"chunks?", "NeMo RL's method and argument"),
     ("logprobs/linear.py", r"chunk_tokens", "the argument's name in other libraries"),
+    ("service/", r"chunks?|TextChunk", "the API's: a part of a prompt"),
 )
 AMBIGUOUS = {
     "row": _ROWS, "rows": _ROWS, "chunk": _CHUNKS, "chunks": _CHUNKS,
@@ -78,7 +79,8 @@ AMBIGUOUS = {
                  ("workers/linux.py", r"\.?platform", "sys.platform"),
                  ("workers/program_limits.py", r"\.platform", "sys.platform")),
     "inputs": (("compat/", r".*", "NeMo RL's names"), ("config/advantages.py", r".*", "what an estimator gets"),
-               ("algorithms/advantage_estimators.py", r".*", "what an estimator gets")),
+               ("algorithms/advantage_estimators.py", r".*", "what an estimator gets"),
+               ("service/", r"inputs|loss_fn_inputs", "the API's: the tensors that a loss reads")),
     "contents": (),
     "origin": (("config/loading/hints.py", r"get_origin", "typing's"), ("compat/", r"origin", "importlib's attribute"),
                ("doctor/versions.py", r"origin", "importlib's attribute")),

@@ -28,6 +28,7 @@ from rl_megatron.config.hub import explain_download
 from rl_megatron.config.metrics import METRICS_FILE, SAMPLES
 from rl_megatron.config.model import ModelConfig
 from rl_megatron.config.model_shape import with_derived_sizes
+from rl_megatron.disk import sync_directory
 from rl_megatron.model.families import NOT_OF_THE_WEIGHTS
 
 CONFIG = "config.yaml"  # the effective configuration of the run that wrote the checkpoint
@@ -89,7 +90,7 @@ def publish(
         file.write(json.dumps({**content, "sha256": _digest_content(content)}, indent=1))
         file.flush()
         os.fsync(file.fileno())
-    _sync_directory(partial)
+    sync_directory(partial)
     if _STEP.fullmatch(final.name) and final.exists() and not (final / MANIFEST).is_file():
         _set_aside(final)
     replaced = final.with_name(f"{final.name}{REPLACED}") if final.exists() else None
@@ -97,7 +98,7 @@ def publish(
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     partial.rename(final)
-    _sync_directory(final.parent)
+    sync_directory(final.parent)
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
 
@@ -120,14 +121,6 @@ def put_back(directory: Path) -> None:
 
 def _digest_content(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- reading ---

@@ -94,7 +94,7 @@ def _run_with_configuration(parsed: argparse.Namespace) -> int:
         from rl_megatron.cli.evaluate import add_weights
 
         parsed.overrides = add_weights(parsed.weights, parsed.overrides)
-    if parsed.command in ("generate", "eval", "plan"):
+    if parsed.command in ("generate", "eval", "plan", "training-server"):
         from rl_megatron.cli.generate import prepare_run, read_model
 
         config = load_config(parsed.overrides, parsed.config_dir, parsed.config_name, read_model=read_model)
@@ -116,8 +116,12 @@ def _run_with_configuration(parsed: argparse.Namespace) -> int:
             print_experiments(parsed.config_dir)
             return 2
     try:
-        if parsed.command in ("train", "generate", "eval"):
+        if parsed.command in ("train", "generate", "eval", "training-server"):
             check_layout(config)
+        if parsed.command == "training-server":
+            from rl_megatron.cli.training_server import training_server
+
+            return training_server(config, parsed)
         if parsed.command == "balance":
             from rl_megatron.cli.balance import balance
 

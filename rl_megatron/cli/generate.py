@@ -25,7 +25,7 @@ from rl_megatron.generation.completions_file import COMPLETIONS_PER_BLOCK, Compl
 
 # The sections and keys that have an effect. A key of a stage comes after `stages.NAME.`.
 _SECTIONS = ("model", "parallel", "generation", "tokenizer")
-_MORE_SECTIONS = {"generate": (), "eval": ("eval", "reward")}
+_MORE_SECTIONS = {"generate": (), "eval": ("eval", "reward"), "training-server": ("train",)}
 _KEYS = frozenset(
     ("experiment", "data", "init_from", "plugins", "precision", "device", "train.collective_timeout_minutes")
 ).union(f"data.{key}" for key in RENDERING_KEYS)
@@ -50,8 +50,8 @@ def prepare_run(config: RunConfig, options: argparse.Namespace) -> RunConfig:
         raise ConfigError(f"--stage {name}: the run has no such stage{nearest(name, config.stages)}")
     if config.init_from is None:
         raise ConfigError(
-            "init_from is not set, but generate needs trained weights; set init_from to a checkpoint or a Hugging Face "
-            "directory"
+            f"init_from is not set, but {options.command} needs trained weights; set init_from to a checkpoint or a "
+            "Hugging Face directory"
         )
     stage, weights = config.stages[name], Path(config.init_from)
     model = read_model(weights)

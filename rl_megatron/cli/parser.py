@@ -17,6 +17,7 @@ COMPOSED = {
     "eval": "evaluate a checkpoint or a Hugging Face directory on the sets of eval.sets",
     "plan": "compute the memory, FLOPs and estimated time of a stage on a cluster, or search layouts; needs no GPU",
     "doctor": "check this machine, and what an experiment needs of it: versions, GPUs, network, storage, ports",
+    "training-server": "serve a model to clients that write the training loop: gradients, steps and samples over HTTP",
     "serve": "start the servers of the rollout engine on this node, for a run on other nodes",
     "balance": "divide a job's nodes between training and the rollout engine, by a run's measured times",
     "show-batch": "show every token that the model sees in a step, with its loss mask, or the prompts of a step",
@@ -39,6 +40,7 @@ _EXAMPLES = """examples:
   rl-megatron show-batch experiment=gsm8k_sft data.path=path/to/gsm8k --html batch.html
   rl-megatron generate init_from=outputs/run/checkpoints/sft/step-000100 --prompts prompts.jsonl --output out.jsonl
   rl-megatron serve experiment=mine generation.engine=vllm --host 0.0.0.0 --port 8000
+  rl-megatron training-server init_from=checkpoints/qwen --directory outputs/service
   rl-megatron balance experiment=mine generation.engine=vllm rollout.async_enabled=true --nodes 6
   rl-megatron eval outputs/run/checkpoints/grpo/step-000100 experiment=mine --output evaluated
   rl-megatron inspect outputs/run/checkpoints/sft/step-000100
@@ -113,6 +115,8 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--server-nodes", metavar="NODES", help=nodes)
         if name == "serve":
             _add_serve(command)
+        if name == "training-server":
+            _add_training_server(command)
         if name == "balance":
             _add_balance(command)
         if name == "doctor":
@@ -166,6 +170,16 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("--host", metavar="ADDRESS", help="the address to bind to, such as 0.0.0.0; default: key host")
     port = "the port of the first server; the next ones follow; by default that of the configuration"
     command.add_argument("--port", type=int, metavar="N", help=port)
+
+
+def _add_training_server(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--stage", metavar="NAME", help="the stage with the model and layout; by default the last")
+    where = "the directory of the journal, the states and the saved weights; a killed server continues from it"
+    command.add_argument("--directory", metavar="DIR", required=True, help=where)
+    command.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help="default: 127.0.0.1")
+    command.add_argument("--port", type=int, metavar="N", default=8000, help="default: 8000; 0 takes a free one")
+    command.add_argument("--keys", metavar="FILE", help="lines 'KEY OWNER'; by default the server makes one key")
+    command.add_argument("--name", metavar="NAME", help="the model's name for clients; by default that of init_from")
 
 
 def _add_balance(command: argparse.ArgumentParser) -> None:

@@ -28,6 +28,7 @@ from rl_megatron.model.layers.rope import compute_frequencies, compute_rotary_sc
 from rl_megatron.model.layers.router import SCOPES
 from rl_megatron.model.layers.weight_gradient import fuse_weight_gradients
 from rl_megatron.model.lora.attach import attach_adapters, attach_frozen, find_dora_adapters
+from rl_megatron.model.lora.layers import LinearAdapter
 from rl_megatron.model.lora.modules import find_whole_tensors
 from rl_megatron.model.lora.originals import train_whole
 from rl_megatron.model.lora.targets import find_adapted_linears, is_expert, refuse_fused_parts
@@ -222,16 +223,19 @@ def build_model(
 
 def attach_frozen_adapters(
     model_chunks: Sequence[torch.nn.Module], model: ModelConfig, topology: Topology, vocab_size: int, lora: LoraConfig
-) -> None:
-    """Add frozen adapters, under another name, to a model that trains adapters. The caller loads their weights next.
+) -> list[LinearAdapter]:
+    """Add frozen adapters, under another name, to a model, and return them. The caller loads their weights next.
 
     `lora` is the section `peft` with which the frozen adapters were trained. The model chunks may have wrappers.
     """
     linears = find_adapted_linears(lora, model, model.vocab_size or vocab_size)
     if topology.tensor > 1:
         refuse_fused_parts(linears, topology.tensor)
-    for model_chunk in map(unwrap, model_chunks):
-        attach_frozen(model_chunk, lora, linears, model_chunk.config, topology)
+    return [
+        adapter
+        for model_chunk in map(unwrap, model_chunks)
+        for adapter in attach_frozen(model_chunk, lora, linears, model_chunk.config, topology)
+    ]
 
 
 def _build_model_chunk(

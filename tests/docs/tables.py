@@ -47,6 +47,7 @@ RUN_IN_ORDER = (
 # Pages whose commands another test runs, and compares what they give with what the page says.
 RUN_BY_OTHER_TESTS = {
     "docs/adapters.md": "tests/end_to_end/test_adapters.py",
+    "docs/training_service.md": "tests/end_to_end/test_tinker_sdk.py",
     "docs/checkpoints.md": "tests/end_to_end/test_checkpoints_page.py",
     "docs/tutorials/multi_turn.md": "tests/end_to_end/test_multi_turn.py",
     "docs/tutorials/*.md": "tests/end_to_end/test_examples.py",

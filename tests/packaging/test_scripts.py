@@ -113,7 +113,12 @@ def test_install_sh_refuses_an_old_python(tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
-INSTALLERS = {"install.sh": "VENV", "install_vllm.sh": "VLLM_VENV", "install_adapters.sh": "ADAPTERS_VENV"}
+INSTALLERS = {
+    "install.sh": "VENV",
+    "install_vllm.sh": "VLLM_VENV",
+    "install_adapters.sh": "ADAPTERS_VENV",
+    "install_tinker.sh": "TINKER_VENV",
+}
 
 
 @pytest.mark.parametrize(("state", "times_made"), [("absent", 1), ("without pip", 1), ("whole", 0)])

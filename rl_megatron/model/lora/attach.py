@@ -42,10 +42,15 @@ def attach_adapters(
         topology: The layout.
         seed: The seed of the adapters' initial weights.
     """
+    freeze_weights(model_chunk)
+    _attach(model_chunk, config, linears, megatron, topology, seed)
+
+
+def freeze_weights(model_chunk: torch.nn.Module) -> None:
+    """Freeze all weights of a model chunk except those of a score head, so that gradients reach only adapters."""
     for module in model_chunk.modules():
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(isinstance(module, ScoreHead))
-    _attach(model_chunk, config, linears, megatron, topology, seed)
     if getattr(model_chunk, "pre_process", False):
         # A recomputed layer has gradients only if its input requires a gradient. A frozen embedding's output does not
         # require one.
@@ -58,14 +63,16 @@ def attach_frozen(
     linears: dict[str, tuple[Part, ...]],
     megatron: TransformerConfig,
     topology: Topology,
-) -> None:
-    """Add frozen adapters of another name, without dropout, to the linears of a model chunk.
+) -> list[LinearAdapter]:
+    """Add frozen adapters of another name, without dropout, to the linears of a model chunk, and return them.
 
     `config` is the section `peft` with which they were trained. The other arguments are those of `attach_adapters`.
     """
-    for adapter in _attach(model_chunk, replace(config, lora_dropout=0.0), linears, megatron, topology, seed=0):
+    attached = _attach(model_chunk, replace(config, lora_dropout=0.0), linears, megatron, topology, seed=0)
+    for adapter in attached:
         adapter.requires_grad_(False)
         adapter.is_frozen = True
+    return attached
 
 
 def _attach(

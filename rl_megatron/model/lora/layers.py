@@ -87,6 +87,12 @@ class LinearAdapter(torch.nn.Module):
                 self._mark(parameter, letter)
                 self.fill(parameter, part, letter, config, seed)
 
+    def reset(self, config: LoraConfig, seed: int) -> None:
+        """Set all tensors to the initial values of an adapter with these settings, in place."""
+        for part in self._adapted:
+            for letter in self._letters:
+                self.fill(self._weight(part, letter), part, letter, config, seed)
+
     def _shapes(self, part: Part, r: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of this rank's tensors of a part."""
         in_shards = self._shards if self._kind == _ROW else 1

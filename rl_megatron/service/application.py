@@ -1,0 +1,259 @@
+"""The HTTP application of the training API: its paths, keys, limits and errors. It needs the extra `service`."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from rl_megatron import log
+from rl_megatron.config.errors import describe_error
+from rl_megatron.rollouts.gateway.connections import KEY_ACCEPTED
+from rl_megatron.service import requests
+from rl_megatron.service.api import Api
+from rl_megatron.service.journal import Record
+from rl_megatron.service.requests import Refused, read_body
+
+Handler = Callable[[Request, str, bytes], Awaitable[object]]
+_SECONDS_OF_A_POLL = 20.0
+_PROTOBUF = "application/x-protobuf"
+_DATUMS_OF_A_REQUEST, _BYTES_OF_A_REQUEST = 1024, 5_000_000  # by which clients split a batch
+
+
+def build_application(api: Api, keys: Mapping[str, str], most_bytes: int) -> Starlette:
+    """Return the application.
+
+    Args:
+        api: The verbs.
+        keys: The name of the owner of each key.
+        most_bytes: The most bytes of a request's body.
+    """
+    verbs = _Verbs(api)
+    posts: dict[str, Handler] = {
+        "create_session": lambda request, owner, raw: api.create_session(owner, raw),
+        "session_heartbeat": verbs.heartbeat,
+        "client/config": verbs.client_config,
+        "client/dynamic_config": verbs.dynamic_config,
+        "telemetry": verbs.telemetry,
+        "create_model": lambda request, owner, raw: api.create_model(owner, raw),
+        "forward_backward": lambda request, owner, raw: api.forward_backward(owner, raw),
+        "optim_step": lambda request, owner, raw: api.optim_step(owner, raw),
+        "save_weights": lambda request, owner, raw: api.save_weights(owner, raw),
+        "save_weights_for_sampler": lambda request, owner, raw: api.save_weights_for_sampler(owner, raw),
+        "load_weights": lambda request, owner, raw: api.load_weights(owner, raw),
+        "unload_model": lambda request, owner, raw: api.unload_model(owner, raw),
+        "get_info": verbs.get_info,
+        "weights_info": verbs.weights_info,
+        "create_sampling_session": lambda request, owner, raw: api.create_sampling_session(owner, raw),
+        "join_sampling_session": verbs.join_sampling_session,
+        "asample": lambda request, owner, raw: api.sample(owner, raw),
+        "retrieve_future": verbs.retrieve_future,
+        "retrieve_futures": verbs.retrieve_futures,
+        "cancel_future": verbs.cancel_future,
+    }
+    gets: dict[str, Handler] = {
+        "get_server_capabilities": verbs.capabilities,
+        "training_runs": verbs.list_runs,
+        "training_runs/{run}": verbs.describe_run,
+        "training_runs/{run}/checkpoints": verbs.list_checkpoints,
+        "checkpoints": verbs.list_checkpoints,
+        "sessions": verbs.list_sessions,
+        "sessions/{session}": verbs.describe_session,
+        "samplers/{sampler}": verbs.describe_sampler,
+    }
+    guard = _Guard(keys, most_bytes)
+    routes = [
+        Route("/api/v1/healthz", _health),
+        *(Route(f"/api/v1/{path}", guard.protect(handler), methods=["POST"]) for path, handler in posts.items()),
+        *(Route(f"/api/v1/{path}", guard.protect(handler)) for path, handler in gets.items()),
+        Route(
+            "/api/v1/training_runs/{run}/checkpoints/{kind}/{name}", guard.protect(verbs.delete_checkpoint),
+            methods=["DELETE"],
+        ),
+    ]  # fmt: skip
+    return Starlette(routes=routes, exception_handlers={HTTPException: _refuse_path})
+
+
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})
+
+
+async def _refuse_path(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    return _answer_error(f"{request.method} {request.url.path} is not a verb of this server; see its page", status)
+
+
+def _answer_error(message: str, status: int) -> Response:
+    return JSONResponse(
+        {"error": message, "message": message, "category": "user" if status < 500 else "server"}, status
+    )
+
+
+class _Guard:
+    """The check of a request's key and size, and the answer for its errors."""
+
+    def __init__(self, keys: Mapping[str, str], most_bytes: int):
+        self._keys, self._most_bytes = keys, most_bytes
+
+    def protect(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            try:
+                owner = self._authorize(request)
+                result = await handler(request, owner, await self._read(request))
+            except Refused as error:
+                return _answer_error(str(error), error.status)
+            except ValueError as error:
+                return _answer_error(str(error), 422)
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads the response
+            except Exception as error:
+                log.LOGGER.warning("the training service: %s", describe_error(error))
+                return _answer_error("the server failed to answer this request; its log says why", 500)
+            return result if isinstance(result, Response) else JSONResponse(result)
+
+        return handle
+
+    def _authorize(self, request: Request) -> str:
+        """Return the owner of the request's key. All keys are compared, so the time says nothing about them."""
+        sent = request.headers.get("x-api-key", "")
+        if not sent:
+            sent = request.headers.get("authorization", "").removeprefix("Bearer ")
+        owners = [owner for key, owner in self._keys.items() if hmac.compare_digest(key.encode(), sent.encode())]
+        if not owners:
+            raise Refused(
+                "the key is not one of this server's; set TINKER_API_KEY to one that it was started with", 401
+            )
+        request.scope[KEY_ACCEPTED] = True
+        return owners[0]
+
+    async def _read(self, request: Request) -> bytes:
+        size, parts = 0, []
+        if int(request.headers.get("content-length") or 0) <= self._most_bytes:
+            async for part in request.stream():
+                size += len(part)
+                if size > self._most_bytes:
+                    break
+                parts.append(part)
+            else:
+                return b"".join(parts)
+        raise Refused(f"the body has more than {self._most_bytes} bytes; send fewer datums at once", 413)
+
+
+class _Verbs:
+    """The handlers that do more than pass the body on."""
+
+    def __init__(self, api: Api):
+        self._api = api
+        self._clones: dict[str, int] = {}
+
+    async def heartbeat(self, request: Request, owner: str, raw: bytes) -> object:
+        return self._api.heartbeat(owner, raw)
+
+    async def client_config(self, request: Request, owner: str, raw: bytes) -> object:
+        return {
+            "fwdbwd_max_chunk_len": _DATUMS_OF_A_REQUEST, "fwdbwd_max_chunk_bytes_count": _BYTES_OF_A_REQUEST,
+            "proto_compress_fwdbwd": False, "sample_use_retrieve_futures": False, "custom_loss_server_side": False,
+            "sample_join_sampling_session": True, "pjwt_auth_enabled": False,
+        }  # fmt: skip
+
+    async def dynamic_config(self, request: Request, owner: str, raw: bytes) -> object:
+        return {"sample_cancel_enabled": True}
+
+    async def telemetry(self, request: Request, owner: str, raw: bytes) -> object:
+        return {"status": "accepted"}  # nothing is kept
+
+    async def get_info(self, request: Request, owner: str, raw: bytes) -> object:
+        return self._api.get_info(owner, raw)
+
+    async def weights_info(self, request: Request, owner: str, raw: bytes) -> object:
+        return self._api.weights_info(owner, raw)
+
+    async def join_sampling_session(self, request: Request, owner: str, raw: bytes) -> object:
+        name = read_body(requests.JoinSamplingSession, raw).sampling_session_id
+        self._api.find_sampler(owner, name)
+        # Numbers of a restarted server are beyond those that it gave before.
+        self._clones[name] = max(self._clones.get(name, 0), self._api.registry.count_clones(name)) + 1
+        return {"type": "join_sampling_session", "client_counter": self._clones[name]}
+
+    async def retrieve_future(self, request: Request, owner: str, raw: bytes) -> object:
+        name = read_body(requests.RetrieveFuture, raw).request_id
+        future = self._api.registry.futures.get(name)
+        if future is None or future.owner != owner:
+            raise Refused(f"there is no request {name}, or its result was dropped; send the request again", 410)
+        try:
+            await asyncio.wait_for(future.done.wait(), _SECONDS_OF_A_POLL)
+        except TimeoutError:
+            return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"}, 408)
+        outcome = future.outcome
+        assert outcome is not None  # it is set before `done`
+        if outcome.error is not None:
+            return {"error": outcome.body.decode(), "category": outcome.error}
+        return Response(outcome.body, media_type=_PROTOBUF if outcome.is_protobuf else "application/json")
+
+    async def retrieve_futures(self, request: Request, owner: str, raw: bytes) -> object:
+        body = read_body(requests.RetrieveFutures, raw)
+        name = body.target.sampling_session_id
+        self._api.find_sampler(owner, name)
+        until = asyncio.get_running_loop().time() + min(_SECONDS_OF_A_POLL, body.timeout or _SECONDS_OF_A_POLL)
+        if body.timeout == 0:
+            until = 0.0
+        return await self._api.registry.wait_for_samples(name, body.target.cloned_sampler_id, body.prev_cursor, until)
+
+    async def cancel_future(self, request: Request, owner: str, raw: bytes) -> object:
+        name = read_body(requests.RequestOnly, raw).request_id
+        future = self._api.registry.futures.get(name)
+        if future is not None and future.owner == owner and future.outcome is None:
+            await self._api.registry.write(Record({"kind": "cancelled", "id": name}))
+            self._api.registry.cancel(name)
+        return Response(status_code=204)
+
+    async def capabilities(self, request: Request, owner: str, raw: bytes) -> object:
+        return self._api.get_capabilities()
+
+    async def list_runs(self, request: Request, owner: str, raw: bytes) -> object:
+        names = [name for name, run in self._api.registry.runs.items() if run.owner == owner]
+        shown, cursor = _page(request, sorted(names, reverse=True))
+        return {"training_runs": [self._api.describe_run(owner, name) for name in shown], "cursor": cursor}
+
+    async def describe_run(self, request: Request, owner: str, raw: bytes) -> object:
+        return self._api.describe_run(owner, request.path_params["run"])
+
+    async def list_checkpoints(self, request: Request, owner: str, raw: bytes) -> object:
+        shown, cursor = _page(request, self._api.list_checkpoints(owner, request.path_params.get("run")))
+        return {"checkpoints": shown, "cursor": cursor}
+
+    async def delete_checkpoint(self, request: Request, owner: str, raw: bytes) -> object:
+        params = request.path_params
+        self._api.delete_checkpoint(owner, params["run"], f"{params['kind']}/{params['name']}")
+        return Response(status_code=204)
+
+    async def list_sessions(self, request: Request, owner: str, raw: bytes) -> object:
+        names = [name for name, session in self._api.registry.sessions.items() if session.owner == owner]
+        return {"sessions": _page(request, names[::-1])[0]}
+
+    async def describe_session(self, request: Request, owner: str, raw: bytes) -> object:
+        return self._api.describe_session(owner, request.path_params["session"])
+
+    async def describe_sampler(self, request: Request, owner: str, raw: bytes) -> object:
+        name = request.path_params["sampler"]
+        path = self._api.find_sampler(owner, name)
+        model = None if path is None else "tinker://" + "/".join(path.split("/")[-3:])
+        return {"sampler_id": name, "base_model": self._api.base.name, "model_path": model}
+
+
+def _page(request: Request, listed: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    """Return the part of a list that the request's `limit` and `offset` choose, and the cursor that describes it."""
+    try:
+        limit, offset = (int(request.query_params.get(key, default)) for key, default in (("limit", 20), ("offset", 0)))
+    except ValueError as error:
+        raise Refused("limit and offset must be whole numbers") from error
+    if limit < 0 or offset < 0:
+        raise Refused("limit and offset must not be negative")
+    return listed[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(listed)}

@@ -1,0 +1,98 @@
+"""The training service computes in every layout what it computes in one process: losses, gradients and steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_megatron.certify.workload import SMALL_FUSED_HEAD, VOCAB_SIZE, build_small_batching
+from rl_megatron.config.peft import LoraConfig
+from rl_megatron.service.losses import LOSSES, choose_loss
+from rl_megatron.service.trainer import ServiceTrainer
+from rl_megatron.topology import topology
+from rl_megatron.topology.device import start_device
+from rl_megatron.training.adapter_runs import AdamParams
+from rl_megatron.training.megatron_policy import MegatronPolicy
+from tests.parallel.grid import Factors, Layout
+from tests.parallel.test_grid import QUICK_OF_FEW
+from tests.unit.service.cases import random_datums
+
+KINDS = {"cross_entropy": ["next tokens", "several targets"]}
+STEP = AdamParams(learning_rate=1e-3, grad_clip_norm=0.5)
+
+
+def build_trainer(layout: Layout) -> ServiceTrainer:
+    workload, factors = layout.workload(), layout.factors
+    where = topology.build(layout.parallel, start_device("cpu"), workload.seed)
+    batching = build_small_batching(factors.batching, factors.sequences, 1, layout.parallel)
+    policy = MegatronPolicy(
+        workload.model, where, vocab_size=VOCAB_SIZE, seed=workload.seed, batching=batching,
+        fused_head=SMALL_FUSED_HEAD if factors.fused_head else None,
+    )  # fmt: skip
+    return ServiceTrainer(policy)
+
+
+def gather_whole(run, tensors) -> dict[str, torch.Tensor]:
+    """Return whole tensors of an adapter, by peft's names, from the parts of all ranks."""
+    parts = [
+        (entry.key, entry.global_shape, entry.global_offset, tensor.clone())
+        for entry, tensor in zip(run.slot.entries, tensors, strict=True)
+    ]
+    everywhere: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, parts)
+    whole: dict[str, torch.Tensor] = {}
+    for key, shape, offset, tensor in sum(everywhere, []):
+        target = whole.setdefault(key, torch.full(shape, torch.nan))
+        target[tuple(slice(start, start + size) for start, size in zip(offset, tensor.shape, strict=True))] = tensor
+    return whole
+
+
+def measure(layout: Layout):
+    """Return what each loss gives, its gradients, and what two steps make of an adapter."""
+    trainer = build_trainer(layout)
+    config = LoraConfig(r=3, lora_alpha=5.0, init_lora_weights=False)
+    results = {}
+    for name in LOSSES:
+        for kind in KINDS.get(name, ["other targets"]):
+            run = trainer.create(config, seed=5)
+            result = trainer.compute(run, random_datums(7, name, kind, 2, VOCAB_SIZE, 20), choose_loss(name), True)
+            run.reduce()
+            results[f"{name}, {kind}"] = (result.metrics, result.logprobs, gather_whole(run, run.gradients))
+    run, norms = trainer.create(config, seed=6), []
+    for number in range(2):
+        for part in range(2):  # gradients add up until the step
+            data = random_datums(4, "cross_entropy", "next tokens", 10 * number + part, VOCAB_SIZE, 20)
+            trainer.compute(run, data, choose_loss("cross_entropy"), backward=True)
+        norms.append(run.step(STEP))
+    results["steps"] = ({"first": norms[0], "second": norms[1]}, [], gather_whole(run, run.weights))
+    return results
+
+
+def measure_alone(layout: Layout):
+    return measure(layout)
+
+
+@pytest.mark.parametrize("layout", QUICK_OF_FEW)
+def test_a_layout_gives_what_one_process_gives(ranks, layout):
+    """Metrics and logprobs agree to 1e-5, gradients to 1e-4 of the largest, and the weights after two steps."""
+    alone = Layout(_alone(layout.factors))
+    wanted, found = ranks.run(1, measure, alone)[0], ranks.run(layout.factors.ranks, measure, layout)[0]
+    assert wanted.keys() == found.keys()
+    for name, (metrics, logprobs, tensors) in wanted.items():
+        assert found[name][0] == pytest.approx(metrics, rel=1e-5, abs=1e-5), name
+        for ours, theirs in zip(found[name][1], logprobs, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert found[name][2].keys() == tensors.keys()
+        for key, tensor in tensors.items():
+            scale = tensor.abs().max().item()
+            assert scale > 0, f"{name}: {key} is 0, so nothing is compared"
+            torch.testing.assert_close(found[name][2][key], tensor, rtol=0, atol=1e-4 * scale, msg=f"{name}: {key}")
+
+
+def _alone(factors: Factors) -> Factors:
+    return factors._replace(
+        tensor=1, sequence=False, pipeline=1, virtual_pipeline=1, context=1, expert=min(factors.expert, 1),
+        expert_tensor=1, data=1, uneven=False, recompute="none", fused_head=False,
+    )  # fmt: skip
