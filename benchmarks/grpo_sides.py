@@ -179,7 +179,7 @@ def ours(connection: Connection, work: Work, case: Sequence[str]) -> None:
 
     stage_runner.Stage = Raced  # pyright: ignore[reportPrivateImportUsage]
     stage_runner.Sampler = TimedSampler  # pyright: ignore[reportPrivateImportUsage]
-    output_dir = work.directory / "-".join(setting.partition("=")[2] for setting in case)
+    output_dir = work.directory / "-".join(setting.replace("=", "-") for setting in case)
     config = load_config([*work.overrides, *case, f"output_dir={output_dir}"])
     try:
         run.run_stages(config)

@@ -131,16 +131,16 @@ def race(work: Work, ours: dict[str, list[str]]) -> dict[str, list[Step]]:
     context = multiprocessing.get_context("spawn")
     sides = {name: (grpo_sides.ours, (settings,)) for name, settings in ours.items()} | {TRL: (grpo_sides.trl, ())}
     connections, processes = {}, []
-    for name, (function, arguments) in sides.items():
-        here, there = context.Pipe()
-        process = context.Process(target=function, args=(there, work, *arguments), daemon=False)
-        process.start()
-        there.close()
-        connections[name], processes = here, [*processes, process]
-        _answer(name, here)
     taken: dict[str, list[Step]] = {name: [] for name in sides}
     names = list(sides)
     try:
+        for name, (function, arguments) in sides.items():
+            here, there = context.Pipe()
+            process = context.Process(target=function, args=(there, work, *arguments), daemon=False)
+            process.start()
+            there.close()
+            connections[name], processes = here, [*processes, process]
+            _answer(name, here)
         for round_ in range(work.steps):
             for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
                 connections[name].send("go")

@@ -28,7 +28,7 @@ def training_server(config: RunConfig, options: argparse.Namespace) -> int:
     require_extra("training-server", "service", "starlette", "uvicorn", "google.protobuf")
     if not 0 <= options.port <= MAX_PORT:
         raise ConfigError(f"--port {options.port}: must be from 0 (a free port) to {MAX_PORT}")
-    stage, weights, directory = config.first, Path(str(config.init_from)), Path(options.directory)
+    stage, weights, directory = config.first, Path(str(config.init_from)), Path(options.directory).resolve()
     if stage.peft is not None:
         raise ConfigError("peft is set, but clients of a training server choose their adapters; leave it out")
     tokenizer = build_weights_tokenizer(stage)

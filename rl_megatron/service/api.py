@@ -9,7 +9,6 @@ import hashlib
 import json
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rl_megatron.checkpoint.directory import REPLACED
 from rl_megatron.config.peft import ALL_LINEAR, LoraConfig
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.service import requests
@@ -24,10 +24,10 @@ from rl_megatron.service.datums import check_datum
 from rl_megatron.service.journal import Record
 from rl_megatron.service.losses import choose_loss
 from rl_megatron.service.operations import ComputeLoss, Create, Fail, Load, Operation, Sample, Save, Step, Unload, Work
-from rl_megatron.service.registry import Accepted, Future, Registry, Run, Session
+from rl_megatron.service.registry import Accepted, Registry, Run, Session
 from rl_megatron.service.requests import Refused, read_body
 from rl_megatron.service.sampling import SamplePrompt
-from rl_megatron.service.saved_weights import read_saved, read_settings
+from rl_megatron.service.saved_weights import DELETED, is_gone, list_saved, read_saved, read_settings
 from rl_megatron.service.stops import StopRules
 from rl_megatron.service.wire import read_head, read_loss_request
 
@@ -123,9 +123,20 @@ class Api:
         return await self._accept(owner, "load_weights", raw, f"{head.session_id}:train:{head.model_seq_id}", 0)
 
     async def unload_model(self, owner: str, raw: bytes) -> dict[str, Any]:
-        body = read_body(requests.ModelOnly, raw)
-        run = self._find_run(owner, body.model_id)
-        return await self._accept(owner, "unload_model", raw, body.model_id, run.next_seq)
+        run = read_body(requests.ModelOnly, raw).model_id
+        name = f"{run}:unload"
+        if not self._has_sent(owner, name):
+            self._find_run(owner, run)
+        header = {"kind": "request", "request": "unload_model", "id": name, "owner": owner, "run": run}
+        record = Record({**header, "time": time.time()}, raw)
+        if await self.registry.accept(owner, record):
+            self.add(record, self.translate(record))
+        return {"request_id": name, "model_id": run}
+
+    async def refuse_verb(self, owner: str, raw: bytes, verb: str) -> dict[str, Any]:
+        """Let a numbered request for a verb that is not there fail in its turn."""
+        body = read_body(requests.Numbered, raw)
+        return await self._accept(owner, verb, raw, body.model_id, body.seq_id, f"{verb} is not a verb of this server")
 
     def _find_run(self, owner: str, name: str) -> Run:
         run = self.registry.runs.get(name)
@@ -140,16 +151,12 @@ class Api:
 
         With a `refusal`, the request fails with this message in its turn.
         """
-        name, answer = f"{run}:{seq}", {"request_id": f"{run}:{seq}", "model_id": run}
-        future = self.registry.futures.get(name)
-        if future is not None and future.owner == owner:
-            return answer
-        if seq:
-            if seq < self._find_run(owner, run).next_seq:
+        name = f"{run}:{seq}"
+        if not self._has_sent(owner, name):
+            if seq and seq < self._find_run(owner, run).next_seq:
                 raise Refused(f"the run {run} has had its request {seq} long ago", 410)
-        elif run in self.registry.runs:
-            raise Refused(f"there is a run {run} already", 409)
-        self.registry.refuse_more(owner)
+            if not seq and run in self.registry.runs:
+                raise Refused(f"there is a run {run} already", 409)
         header = {
             "kind": "request",
             "request": kind,
@@ -163,18 +170,18 @@ class Api:
             header["refusal"] = refusal
         record = Record(header, raw)
         accepted = self.translate(record)
-        self.registry.futures[name] = Future(owner, record)  # a repetition that comes while this waits is answered
-        try:
-            await self.registry.write(record)
-        except Refused:
-            del self.registry.futures[name]
-            raise
-        self.add(record, accepted)
-        return answer
+        if await self.registry.accept(owner, record):
+            self.add(record, accepted)
+        return {"request_id": name, "model_id": run}
+
+    def _has_sent(self, owner: str, name: str) -> bool:
+        """Return whether a key has sent a request before."""
+        future = self.registry.futures.get(name)
+        return future is not None and future.owner == owner
 
     def accept_again(self, record: Record) -> None:
         """Accept a request from the journal again."""
-        self.add(record, self.translate(record))
+        self.add(record, self.translate(record, must=True))
 
     def add(self, record: Record, accepted: Accepted) -> None:
         """Append an accepted request to its queue, and make its run if it begins one."""
@@ -188,11 +195,11 @@ class Api:
             self.registry.samplers[sampler] = (header["owner"], session, work.path)
         self.registry.add(header["owner"], accepted, header.get("seq") or None)
 
-    def translate(self, record: Record) -> Accepted:
+    def translate(self, record: Record, must: bool = False) -> Accepted:
         """Return the operation of a request's record, the same whenever it is read.
 
         A numbered request of a run that cannot be executed becomes an operation that fails, so that it has its turn.
-        Other requests raise ValueError or Refused.
+        Other requests raise ValueError or Refused, unless they `must` become an operation: they were accepted before.
         """
         header, raw = record.header, record.body
         name, run = header["id"], header.get("run")
@@ -211,7 +218,7 @@ class Api:
                 raise Refused(header["refusal"])
             work = translators[header["request"]](header, raw)
         except (ValueError, Refused) as error:
-            if not header.get("seq"):
+            if not header.get("seq") and not must:
                 raise
             work = Fail(str(error))
         return Accepted(Operation(name, run, work, self._build_answer(header, raw, work)), record)
@@ -272,8 +279,11 @@ class Api:
         if ttl is None and name is None and kind == "sampler_weights":
             ttl = _SECONDS_WITHOUT_NAME  # a loop makes such weights in each step
         name = name or f"{header['seq']:06d}"
+        if name.endswith(REPLACED):
+            raise Refused(f"path={name!r}: weights must not have a name that ends with {REPLACED}")
         manifest = {
             "owner": header["owner"], "kind": kind, "time": header["time"], "user_metadata": metadata,
+            "request": header["id"],
             "base_model": self.base.name, "expires": None if ttl is None else header["time"] + ttl,
         }  # fmt: skip
         return Save(str(self._saved / header["run"] / kind / name), manifest, kind == "weights", overwrite)
@@ -298,8 +308,10 @@ class Api:
         """Return the manifest of saved weights that a key owns."""
         directory = self._locate(path)
         manifest = read_saved(directory) if directory.is_dir() else None
-        if manifest is None or manifest["owner"] != owner or _is_gone(directory, manifest):
+        if manifest is None or manifest["owner"] != owner or is_gone(directory, manifest):
             raise Refused(f"there are no weights {path}", 404)
+        if manifest["base_model"] != self.base.name:
+            raise Refused(f"{path} has the base model {manifest['base_model']}, not {self.base.name}")
         return manifest
 
     def weights_info(self, owner: str, raw: bytes) -> dict[str, Any]:
@@ -312,11 +324,9 @@ class Api:
         if run is not None and not re.fullmatch(r"[A-Za-z0-9:_-]+", run):
             raise Refused(f"there is no training run {run[:200]}", 404)
         checkpoints = []
-        for directory in self._saved.glob(pattern):
-            if directory.name.startswith("."):
-                continue
+        for directory in list_saved(self._saved, pattern):
             manifest = read_saved(directory)
-            if manifest["owner"] == owner and not _is_gone(directory, manifest):
+            if manifest["owner"] == owner and not is_gone(directory, manifest):
                 checkpoints.append(_describe_saved(directory, manifest))
         return sorted(checkpoints, key=lambda one: one["time"], reverse=True)
 
@@ -371,21 +381,13 @@ class Api:
             name = f"sample-{secrets.token_hex(8)}"
         sequences = [f"{name}:{index}" for index in range(body.num_samples)]
         answer = {"request_id": name, "sample_sequence_ids": sequences}
-        if name in self.registry.futures:
-            return answer
-        self.registry.refuse_more(owner)
         header = {
             "kind": "request", "request": "asample", "id": name, "owner": owner, "path": path, "time": time.time(),
         }  # fmt: skip
         record = Record(header, raw)
         accepted = self.translate(record)
-        self.registry.futures[name] = Future(owner, record)
-        try:
-            await self.registry.write(record)
-        except Refused:
-            del self.registry.futures[name]
-            raise
-        self.add(record, accepted)
+        if await self.registry.accept(owner, record):
+            self.add(record, accepted)
         return answer
 
     def _translate_sample(self, header: Mapping[str, Any], raw: bytes) -> Sample:
@@ -456,10 +458,6 @@ class Api:
         }
 
 
-DELETED = "deleted"
-"""The file that marks saved weights which a client has deleted."""
-
-
 def _find_new_sampler(header: Mapping[str, Any], raw: bytes) -> str | None:
     """Return the sampler that a request makes for weights without a name, or None if it makes none."""
     if header["request"] != "save_weights_for_sampler":
@@ -497,17 +495,6 @@ def _describe_saved(directory: Path, manifest: Mapping[str, Any]) -> dict[str, A
         "user_metadata": manifest["user_metadata"],
         "expires_at": None if manifest["expires"] is None else _format_time(manifest["expires"]),
     }  # fmt: skip
-
-
-def remove_gone(saved: Path) -> None:
-    """Remove the files of saved weights that were deleted or have expired."""
-    for directory in saved.glob("*/*/*"):
-        if not directory.name.startswith(".") and _is_gone(directory, read_saved(directory)):
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-def _is_gone(directory: Path, manifest: Mapping[str, Any]) -> bool:
-    return (directory / DELETED).exists() or (manifest["expires"] is not None and manifest["expires"] < time.time())
 
 
 def _format_time(seconds: float) -> str:

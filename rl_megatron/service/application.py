@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from rl_megatron.service.requests import Refused, read_body
 Handler = Callable[[Request, str, bytes], Awaitable[object]]
 _SECONDS_OF_A_POLL = 20.0
 _PROTOBUF = "application/x-protobuf"
+_SAMPLES_OF_A_CLIENT = 256  # unfinished requests for samples, each with a connection that waits
 _DATUMS_OF_A_REQUEST, _BYTES_OF_A_REQUEST = 1024, 5_000_000  # by which clients split a batch
 
 
@@ -48,6 +50,7 @@ def build_application(api: Api, keys: Mapping[str, str], most_bytes: int) -> Sta
         "save_weights": lambda request, owner, raw: api.save_weights(owner, raw),
         "save_weights_for_sampler": lambda request, owner, raw: api.save_weights_for_sampler(owner, raw),
         "load_weights": lambda request, owner, raw: api.load_weights(owner, raw),
+        "save_weights_external": verbs.refuse_external,
         "unload_model": lambda request, owner, raw: api.unload_model(owner, raw),
         "get_info": verbs.get_info,
         "weights_info": verbs.weights_info,
@@ -151,7 +154,9 @@ class _Verbs:
 
     def __init__(self, api: Api):
         self._api = api
-        self._clones: dict[str, int] = {}
+
+    async def refuse_external(self, request: Request, owner: str, raw: bytes) -> object:
+        return await self._api.refuse_verb(owner, raw, "save_weights_external")
 
     async def heartbeat(self, request: Request, owner: str, raw: bytes) -> object:
         return self._api.heartbeat(owner, raw)
@@ -161,6 +166,7 @@ class _Verbs:
             "fwdbwd_max_chunk_len": _DATUMS_OF_A_REQUEST, "fwdbwd_max_chunk_bytes_count": _BYTES_OF_A_REQUEST,
             "proto_compress_fwdbwd": False, "sample_use_retrieve_futures": False, "custom_loss_server_side": False,
             "sample_join_sampling_session": True, "pjwt_auth_enabled": False,
+            "sample_max_concurrent_requests": _SAMPLES_OF_A_CLIENT,
         }  # fmt: skip
 
     async def dynamic_config(self, request: Request, owner: str, raw: bytes) -> object:
@@ -178,9 +184,8 @@ class _Verbs:
     async def join_sampling_session(self, request: Request, owner: str, raw: bytes) -> object:
         name = read_body(requests.JoinSamplingSession, raw).sampling_session_id
         self._api.find_sampler(owner, name)
-        # Numbers of a restarted server are beyond those that it gave before.
-        self._clones[name] = max(self._clones.get(name, 0), self._api.registry.count_clones(name)) + 1
-        return {"type": "join_sampling_session", "client_counter": self._clones[name]}
+        # A number that no other clone has got, also from a server that was killed.
+        return {"type": "join_sampling_session", "client_counter": 1 + secrets.randbelow(2**40)}
 
     async def retrieve_future(self, request: Request, owner: str, raw: bytes) -> object:
         name = read_body(requests.RetrieveFuture, raw).request_id
@@ -209,7 +214,9 @@ class _Verbs:
     async def cancel_future(self, request: Request, owner: str, raw: bytes) -> object:
         name = read_body(requests.RequestOnly, raw).request_id
         future = self._api.registry.futures.get(name)
-        if future is not None and future.owner == owner and future.outcome is None:
+        # Only samples can be cancelled: a run's operations have their places in its order.
+        is_sample = future is not None and future.record is not None and "run" not in future.record.header
+        if is_sample and future is not None and future.owner == owner:
             await self._api.registry.write(Record({"kind": "cancelled", "id": name}))
             self._api.registry.cancel(name)
         return Response(status_code=204)

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_megatron.config.errors import ConfigError
+from safetensors import SafetensorError
+
+from rl_megatron.config.errors import ConfigError, RunFailed, describe_error
 from rl_megatron.service.losses import choose_loss
 from rl_megatron.service.operations import (
     ComputeLoss,
     Create,
     Fail,
-    Keep,
     Load,
     Operation,
     Outcome,
@@ -27,6 +28,7 @@ from rl_megatron.service.operations import (
 from rl_megatron.service.requests import USER_ERRORS
 from rl_megatron.service.sampling import Sampler
 from rl_megatron.service.saved_weights import (
+    is_gone,
     keep_run,
     load_run,
     load_saved,
@@ -78,10 +80,22 @@ class Executor:
                 return [self._execute(operation) for operation in operations]
         return [self._execute(operation) for operation in operations]
 
+    def keep(self, path: Path) -> str | None:
+        """Write the states of all runs to the directory `path`; return what failed on the first rank that failed."""
+        failure = None
+        try:
+            for name, run in self._runs.items():
+                keep_run(run, path / name)
+        except (OSError, SafetensorError) as error:
+            failure = describe_error(error)
+        return self._trainer.policy.topology.ranks.find_first_failure(failure)
+
     def _execute(self, operation: Operation) -> Outcome:
         try:
             return self._do(operation)
         except _ANSWERED as error:
+            if isinstance(operation.work, Restore):  # without it, the next kept state would lack the run
+                raise RunFailed(f"the run {operation.run} cannot be restored: {error}") from error
             return Outcome(str(error).encode(), error="user")
 
     def _do(self, operation: Operation) -> Outcome:
@@ -90,10 +104,6 @@ class Executor:
             return self._sample([work])[0]
         if isinstance(work, Fail):
             raise ValueError(work.message)
-        if isinstance(work, Keep):
-            for run_name, run in self._runs.items():
-                keep_run(run, Path(work.path) / run_name)
-            return _answer(operation)
         assert name is not None, "only samples have no run"
         if isinstance(work, Create):
             return self._create(operation, name, work)
@@ -110,6 +120,7 @@ class Executor:
             return _answer(operation, {"metrics": {"grad_norm": run.step(work.params)}})
         if isinstance(work, Save):
             self._trainer.policy.topology.ranks.run_on_rank0(lambda: _refuse_existing(work))
+            self._saved.pop(work.path, None)
             save_run(run, Path(work.path), work.manifest, work.with_optimizer, self._base)
             return _answer(operation)
         if isinstance(work, Load):
@@ -145,7 +156,11 @@ class Executor:
 
 
 def _refuse_existing(work: Save) -> None:
-    if not work.overwrite and Path(work.path).exists():
+    path = Path(work.path)
+    if work.overwrite or not path.exists():
+        return
+    manifest = read_saved(path)
+    if not is_gone(path, manifest) and manifest.get("request") != work.manifest["request"]:
         raise ConfigError(
             f"there are weights with the name {Path(work.path).name} already; pass overwrite, or rename them"
         )

@@ -69,15 +69,8 @@ class Fail:
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Write the states of all runs to the directory `path`, from which `Restore` reads them in the same layout."""
-
-    path: str
-
-
-@dataclass(frozen=True)
 class Restore:
-    """Make a run with the state in a directory that `Keep` wrote."""
+    """Make a run with the state in a directory that `Executor.keep` wrote."""
 
     config: LoraConfig
     path: str
@@ -91,7 +84,7 @@ class Sample:
     prompt: SamplePrompt
 
 
-Work = Create | ComputeLoss | Step | Save | Load | Unload | Fail | Keep | Restore | Sample
+Work = Create | ComputeLoss | Step | Save | Load | Unload | Fail | Restore | Sample
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,7 @@ class Operation:
 
     Attributes:
         request_id: The request, whose future gets the result.
-        run: The training run; None for samples and `Keep`.
+        run: The training run; None for samples.
         work: What is done.
         answer: JSON values of the answer that are known before.
     """

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from rl_megatron.service.requests import Refused
 
 _ATTEMPTS = 3  # an operation that was being executed when the server died this often is given up
 _SAMPLES_TOGETHER = 256
+_GONE = Outcome(b"the training run is not there: it was unloaded, or could not be made", error="user")
+_DEADLY = Outcome(b"the server died several times while it executed this request", error="server")
 _SECONDS_OF_OUTCOMES = 3600.0  # how long the outcome of a request is kept after it is done
 
 
@@ -79,6 +81,7 @@ class Future:
         outcome: The outcome, once it is done.
         done_at: When it was done.
         done: Set once it is done.
+        written: Set once the record is in the journal, or could not be put there.
     """
 
     owner: str
@@ -86,6 +89,7 @@ class Future:
     outcome: Outcome | None = None
     done_at: float = 0.0
     done: asyncio.Event = field(default_factory=asyncio.Event)
+    written: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Registry:
@@ -131,7 +135,31 @@ class Registry:
                     f"the server cannot write its journal ({error.strerror}); try again later", 503
                 ) from error
 
-    def refuse_more(self, owner: str) -> None:
+    async def accept(self, owner: str, record: Record) -> bool:
+        """Put a request into the journal, and return whether it is new. A repetition waits until the first is there.
+
+        Raises:
+            Refused: The disk is full, or the key has too many unfinished requests.
+        """
+        name = record.header["id"]
+        future = self.futures.get(name)
+        if future is not None:
+            await future.written.wait()
+            if self.futures.get(name) is not future or future.owner != owner:
+                raise Refused(f"the request {name} could not be accepted; try again", 503)
+            return False
+        self._refuse_more(owner)
+        future = self.futures[name] = Future(owner, record)
+        try:
+            await self.write(record)
+        except BaseException:
+            del self.futures[name]
+            raise
+        finally:
+            future.written.set()
+        return True
+
+    def _refuse_more(self, owner: str) -> None:
         """Refuse a further request of a key that has too many unfinished ones."""
         if self._pending[owner] >= self._most_pending:
             raise Refused(f"this key has {self._most_pending} unfinished requests; wait until some are done", 429)
@@ -139,8 +167,12 @@ class Registry:
     def add(self, owner: str, accepted: Accepted, seq: int | None) -> None:
         """Append an operation to its queue. Those of a run are executed in the order of their numbers, without gaps."""
         operation = accepted.operation
-        self.futures.setdefault(operation.request_id, Future(owner, accepted.record))
+        future = self.futures.setdefault(operation.request_id, Future(owner, accepted.record))
+        future.written.set()
         self._pending[owner] += 1
+        if operation.run is not None and operation.run not in self.runs:
+            self._finish(operation.request_id, _GONE)
+            return
         if seq is None or operation.run is None:
             work = operation.work
             lane = f"samples of {work.path}" if isinstance(work, Sample) else str(operation.run)
@@ -174,7 +206,8 @@ class Registry:
             elif kind == "sampler":
                 self.samplers[header["id"]] = (header["owner"], header["session"], header["path"])
             elif kind == "request":
-                accept(record)
+                if header["id"] not in self.futures:
+                    accept(record)
             elif kind == "began":
                 self._attempts[header["id"]] = self._attempts.get(header["id"], 0) + 1
             elif kind == "cancelled":
@@ -197,11 +230,18 @@ class Registry:
             if (kept := {n: queue for n, queue in lanes.items() if queue})
         }
         for name in done:
-            accepted = queued.pop(name, None)
-            if accepted is not None and not isinstance(accepted.operation.work, Sample):
-                self._again.append(replace(accepted, operation=_overwriting(accepted.operation)))
+            accepted, future = queued.pop(name, None), self.futures.get(name)
+            failed = future is None or future.outcome is None or future.outcome.error is not None
+            # What was saved is on the disk, and what failed has changed nothing.
+            if accepted is not None and not failed and not isinstance(accepted.operation.work, (Sample, Save)):
+                self._again.append(accepted)
         if repeated := sum(bool(accepted.record.header) for accepted in self._again):
             log.LOGGER.info("%d operations since the last kept state are executed again", repeated)
+
+    @property
+    def is_replaying(self) -> bool:
+        """Return whether operations of a killed server are still to be executed again."""
+        return bool(self._again)
 
     def _is_done(self, accepted: Accepted) -> bool:
         future = self.futures.get(accepted.operation.request_id)
@@ -225,7 +265,12 @@ class Registry:
         Every operation that was executed is in the states. Futures that were done more than an hour ago are dropped.
         """
         async with self._writing:
-            now, pending = time.time(), [future.record for future in self.futures.values() if future.record is not None]
+            now = time.time()
+            pending = [
+                future.record
+                for future in self.futures.values()
+                if future.record is not None and future.written.is_set()
+            ]
             self.futures = {
                 name: future
                 for name, future in self.futures.items()
@@ -276,6 +321,8 @@ class Registry:
         Keys take turns, and so do the runs of a key.
         """
         while not self._is_stopping:
+            if self._again:
+                return [self._again.popleft().operation]
             if chosen := self._choose():
                 if operations := await self._begin(chosen):
                     return operations
@@ -285,8 +332,6 @@ class Registry:
         return None
 
     def _choose(self) -> list[Accepted]:
-        if self._again:
-            return [self._again.popleft()]
         for owner in list(self._lanes):
             lanes = self._lanes.pop(owner)
             for lane in list(lanes):
@@ -302,6 +347,8 @@ class Registry:
     def _take(self, queue: deque[Accepted]) -> list[Accepted]:
         chosen, samples = [queue.popleft()], 0
         while queue and isinstance(chosen[0].operation.work, Sample):
+            if any(one.operation.request_id in self._attempts for one in (chosen[0], queue[0])):
+                break  # the server may have died of it, so it is executed alone
             samples += sum(work.prompt.num_samples for work in [chosen[-1].operation.work] if isinstance(work, Sample))
             if samples >= self._together:
                 break
@@ -309,24 +356,23 @@ class Registry:
         return chosen
 
     async def _begin(self, chosen: Sequence[Accepted]) -> list[Operation]:
-        """Return the operations without those that were cancelled or have been tried too often."""
-        operations, records = [], []
+        """Return the operations without those that are done already, were cancelled or have been tried too often."""
+        operations, records, given_up = [], [], []
         for accepted in chosen:
             name = accepted.operation.request_id
-            if not accepted.record.header:  # the restoration of a run, which no client waits for
-                operations.append(accepted.operation)
-            elif name in self.futures:
+            future = self.futures.get(name)
+            if future is None or future.outcome is not None:
+                continue
+            self._attempts[name] = self._attempts.get(name, 0) + 1
+            if self._attempts[name] > _ATTEMPTS:
+                log.LOGGER.warning("request %s is given up: the server died while it executed it", name)
+                given_up.append(accepted.operation)
+            else:
                 records.append(Record({"kind": "began", "id": name}))
-                self._attempts[name] = self._attempts.get(name, 0) + 1
-                if self._attempts[name] > _ATTEMPTS:
-                    log.LOGGER.warning("request %s is given up: the server died while it executed it", name)
-                    message = b"the server died several times while it executed this request"
-                    self._finish(name, Outcome(message, error="server"))
-                else:
-                    is_first = self._attempts[name] == 1
-                    operations.append(accepted.operation if is_first else _overwriting(accepted.operation))
+                operations.append(accepted.operation)
         async with self._writing:
             await asyncio.to_thread(self._journal.append, records, False)
+        await self.finish(given_up, [_DEADLY] * len(given_up))
         return operations
 
     async def finish(self, operations: Sequence[Operation], outcomes: Sequence[Outcome]) -> None:
@@ -342,10 +388,17 @@ class Registry:
         async with self._writing:
             await asyncio.to_thread(self._journal.append, records, are_samples)
         for operation, outcome in zip(operations, outcomes, strict=True):
+            self._finish(operation.request_id, outcome)
             is_gone = isinstance(operation.work, Unload) or (isinstance(operation.work, Create) and outcome.error)
             if is_gone and operation.run is not None:
-                self.runs.pop(operation.run, None)
-            self._finish(operation.request_id, outcome)
+                self._forget_run(operation.run)
+
+    def _forget_run(self, name: str) -> None:
+        """Forget a run that is gone. Its further requests fail."""
+        self.runs.pop(name, None)
+        for request, future in list(self.futures.items()):
+            if future.record is not None and future.record.header.get("run") == name:
+                self._finish(request, _GONE)
 
     def _finish(self, name: str, outcome: Outcome) -> None:
         self._attempts.pop(name, None)
@@ -359,11 +412,6 @@ class Registry:
         if sampler in self.samplers:
             self._samples_done.setdefault(sampler, []).append(name)
             self._sampled.set()
-
-    def count_clones(self, sampler: str) -> int:
-        """Return the largest number of a clone of this sampler that has sent requests."""
-        prefix = f"{sampler}:"
-        return max((_get_clone(name) for name in self.futures if name.startswith(prefix)), default=0)
 
     async def wait_for_samples(self, sampler: str, clone: int, cursor: int, until: float) -> dict[str, Any]:
         """Return which requests of a sampler's clone are done since `cursor`; wait until then, or the time `until`."""
@@ -395,12 +443,6 @@ class Registry:
         """Let `next_operations` return None."""
         self._is_stopping = True
         self._changed.set()
-
-
-def _overwriting(operation: Operation) -> Operation:
-    """Return an operation that is executed again: it may find what it has written."""
-    work = operation.work
-    return replace(operation, work=replace(work, overwrite=True)) if isinstance(work, Save) else operation
 
 
 def _get_clone(request_id: str) -> int:

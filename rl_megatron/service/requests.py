@@ -99,7 +99,7 @@ class Adam(Body):
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-12
+    eps: Annotated[float, Field(ge=1e-30, allow_inf_nan=False)] = 1e-12  # AdamW divides by it where all gradients are 0
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     grad_clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 

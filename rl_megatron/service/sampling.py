@@ -116,9 +116,9 @@ class Sampler:
             tops = None
             if prompt.sample_top_k:
                 start = len(prompt.prompt) - 1
+                sampled = policy.topology.ranks.share(lambda c=chosen: [one.ids for one in c])
                 tops = [
-                    self._find_top(run, np.array((*prompt.prompt, *one.ids)), prompt.sample_top_k, start)
-                    for one in chosen
+                    self._find_top(run, np.array((*prompt.prompt, *ids)), prompt.sample_top_k, start) for ids in sampled
                 ]
             results.append(SampledPrompt(chosen, *self._read_prompt(run, prompt), tops))
         return results

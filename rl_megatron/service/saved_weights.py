@@ -5,9 +5,11 @@ The tensors in it are whole, so they can be read in any layout.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_megatron.checkpoint.directory import check_digests, digest_file, publish, read_manifest_alone
+from rl_megatron.checkpoint.directory import REPLACED, check_digests, digest_file, publish, read_manifest_alone
 from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, build_peft_config
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.peft import LoraConfig
+from rl_megatron.disk import sync_directory
 from rl_megatron.model.lora.targets import find_adapted_linears
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.adapter_runs import AdapterRun, AdapterSlot, SavedAdapter
 
 OPTIMIZER = "optimizer.safetensors"
+DELETED = "deleted"
+"""The file that marks saved weights which a client has deleted. They are removed when no operation can need them."""
 _STATES = ("exp_avg", "exp_avg_sq")
 
 
@@ -45,15 +50,22 @@ def save_run(
         base: The Hugging Face directory of the base model, for peft; None if there is none.
 
     Raises:
-        OSError: On rank 0, if the files cannot be written. Nothing is left then.
+        ConfigError: On every rank, if the files cannot be written. Nothing is left then.
     """
     ranks, groups = run.slot.topology.ranks, {"": run.weights}
     if with_optimizer:
         groups |= {f"{name}.": run.moments(name) for name in _STATES}
         groups |= {"master.": run.masters} if run.has_masters else {}
     whole = {prefix: _gather_whole(run, tensors, ranks) for prefix, tensors in groups.items()}
-    if not ranks.leads:
-        return
+    failure = ranks.try_on_rank0(lambda: _write(run, path, whole, manifest, base))
+    if failure is not None:
+        raise ConfigError(f"the weights cannot be written: {failure}")
+
+
+def _write(
+    run: AdapterRun, path: Path, whole: dict[str, dict[str, Tensor]], manifest: Mapping[str, object], base: str | None
+) -> None:
+    """Write the directory of saved weights, all or nothing; `whole` has the tensors by the prefix of their kind."""
     partial = path.with_name(f".{path.name}.incomplete")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -64,19 +76,11 @@ def save_run(
         linears = find_adapted_linears(run.slot.config, model.config, model.config.vocab_size or model.vocab_size)
         config = build_peft_config(run.slot.config, linears, base)
         (partial / ADAPTER_CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        if with_optimizer:
+        if whole:
             states = {f"{prefix}{key}": tensor for prefix, part in whole.items() for key, tensor in part.items()}
             save_file(states, partial / OPTIMIZER)
-        publish(
-            partial,
-            path,
-            {
-                **manifest,
-                "peft": asdict(run.slot.config),
-                "optimizer_steps": run.num_steps,
-                "has_masters": run.has_masters,
-            },
-        )
+        facts = {"peft": asdict(run.slot.config), "optimizer_steps": run.num_steps, "has_masters": run.has_masters}
+        publish(partial, path, {**manifest, **facts})
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -93,6 +97,8 @@ def load_run(run: AdapterRun, path: Path, with_optimizer: bool) -> None:
     ranks = run.slot.topology.ranks
     manifest = ranks.all_or_none(lambda: read_manifest_alone(path))
     ranks.all_or_none(lambda: check_digests(path, manifest, ranks.rank, ranks.size))
+    if read_settings(manifest) != run.slot.config:
+        raise ConfigError(f"{path.name} has another rank or other targets than the training run; make a run of its own")
     if with_optimizer and OPTIMIZER not in manifest["files"]:
         raise ConfigError(f"{path.name} was saved for sampling, without the optimizer's state; load it without")
     slot = run.slot
@@ -108,7 +114,8 @@ def load_saved(slot: AdapterSlot, path: Path) -> SavedAdapter:
     ranks = slot.topology.ranks
     manifest = ranks.all_or_none(lambda: read_manifest_alone(path))
     ranks.all_or_none(lambda: check_digests(path, manifest, ranks.rank, ranks.size))
-    return SavedAdapter(slot, _read_parts(slot, path / ADAPTER_WEIGHTS, PEFT_PREFIX))
+    parts = _read_parts(slot, path / ADAPTER_WEIGHTS, PEFT_PREFIX)
+    return SavedAdapter(slot, [part.to(dtype) for part, dtype in zip(parts, slot.dtypes, strict=True)])
 
 
 def _gather_whole(run: AdapterRun, tensors: list[Tensor], ranks: Ranks) -> dict[str, Tensor]:
@@ -159,9 +166,12 @@ def keep_run(run: AdapterRun, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {f"{name}.{index}": t for name, part in run.state().items() for index, t in enumerate(part)}
     path = directory / f"rank-{run.slot.topology.ranks.rank}.safetensors"
-    metadata = {"steps": str(run.num_steps), "has_gradients": str(int(run.has_gradients))}
+    metadata = {
+        "steps": str(run.num_steps), "has_gradients": str(int(run.has_gradients)), "parts": _describe_parts(run.slot),
+    }  # fmt: skip
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
     digest_file(path)  # it also syncs the file
+    sync_directory(directory)
 
 
 def restore_run(slot: AdapterSlot, directory: Path) -> AdapterRun:
@@ -172,7 +182,7 @@ def restore_run(slot: AdapterSlot, directory: Path) -> AdapterRun:
     """
     ranks, run = slot.topology.ranks, AdapterRun(slot, seed=0)
     path = directory / f"rank-{ranks.rank}.safetensors"
-    ranks.all_or_none(lambda: _require_file(path))
+    ranks.all_or_none(lambda: _require_file(path, slot))
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
         state = {
@@ -183,6 +193,44 @@ def restore_run(slot: AdapterSlot, directory: Path) -> AdapterRun:
     return run
 
 
-def _require_file(path: Path) -> None:
+def _require_file(path: Path, slot: AdapterSlot) -> None:
+    same = "start the server with the model, the precision and the layout that it had"
     if not path.exists():
-        raise ConfigError(f"{path} is not there: start the server in the layout that it had, with as many ranks")
+        raise ConfigError(f"{path} is not there; {same}")
+    with safe_open(path, "pt") as file:
+        if file.metadata()["parts"] != _describe_parts(slot):
+            raise ConfigError(f"{path} has other parts of the adapter than this rank; {same}")
+
+
+def _describe_parts(slot: AdapterSlot) -> str:
+    """Return a text that tells the parts of an adapter on this rank from those of other models and layouts."""
+    parts = [(entry.key, tuple(entry.global_offset), tuple(entry.local_shape)) for entry in slot.entries]
+    text = f"{parts} {slot.dtypes} {slot.topology.world_size}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_gone(directory: Path, manifest: Mapping[str, Any]) -> bool:
+    """Return whether saved weights were deleted by their client, or have expired."""
+    return (directory / DELETED).exists() or (manifest["expires"] is not None and manifest["expires"] < time.time())
+
+
+def remove_gone(saved: Path) -> None:
+    """Remove the files of saved weights that were deleted or have expired."""
+    for directory in list_saved(saved, "*/*/*"):
+        if is_gone(directory, read_saved(directory)):
+            hidden = directory.with_name(f".{directory.name}.removed")
+            shutil.rmtree(hidden, ignore_errors=True)
+            directory.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def list_saved(saved: Path, pattern: str) -> Iterator[Path]:
+    """Yield the directories of saved weights whose manifest can be read."""
+    for directory in saved.glob(pattern):
+        if directory.name.startswith(".") or directory.name.endswith(REPLACED):
+            continue
+        try:
+            read_saved(directory)
+        except ConfigError:
+            continue
+        yield directory

@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_megatron import log
 from rl_megatron.config.errors import ConfigError, RunFailed
+from rl_megatron.disk import sync_directory
 from rl_megatron.rollouts.gateway.connections import limit_connections
-from rl_megatron.service.api import Api, Base, remove_gone
+from rl_megatron.service.api import Api, Base
 from rl_megatron.service.executor import Executor
-from rl_megatron.service.operations import Keep, Operation, Outcome
+from rl_megatron.service.operations import Operation, Outcome, Save
 from rl_megatron.service.registry import Registry
+from rl_megatron.service.saved_weights import remove_gone
 from rl_megatron.topology.rank_zero_loop import RankZeroLoop
 from rl_megatron.topology.ranks import Ranks
 
@@ -79,12 +82,15 @@ class Service:
             if operations is None:
                 break
             began = time.monotonic()
+            if self._ranks.share(lambda o=operations: _replaces_weights(o)):
+                self._keep()  # what has read the weights that are replaced is not executed again
             outcomes = self._executor.execute(operations)
             busy += time.monotonic() - began
             if self._ranks.share(lambda o=operations, r=outcomes, s=busy: self._finish(o, r, s), (RunFailed,)):
                 self._keep()
                 busy = 0.0
-        self._keep()
+        if self._ranks.share(lambda: self._registry is not None and not self._registry.is_replaying):
+            self._keep()
 
     def stop(self) -> None:
         """Let `run` return after the operation that it executes. It may be called on rank 0, by a signal."""
@@ -139,23 +145,41 @@ class Service:
             self._loop.wait(self._registry.finish(operations, outcomes))
         except OSError as error:
             raise RunFailed(f"the journal cannot be written: {error}; free space and start the server again") from error
-        return busy > self._settings.keep_seconds
+        return busy > self._settings.keep_seconds and not self._registry.is_replaying
 
     def _keep(self) -> None:
-        """Keep the states of all runs, and begin a new journal from them. Collective."""
+        """Keep the states of all runs, and begin a new journal from them. Collective.
+
+        If they cannot be written, the old states and the journal stay.
+        """
         root = self._settings.directory / _STATE
         path = self._ranks.share(lambda: str(root / f"{time.time_ns():020d}"))
-        self._executor.execute([Operation("keep", None, Keep(path))])
-        self._ranks.gather(None)  # all ranks have written their states
+        failure = self._executor.keep(Path(path))
+        if failure is not None:
+            log.LOGGER.warning("the states of runs cannot be kept, so that the journal grows: %s", failure)
+            self._ranks.run_on_rank0(lambda: shutil.rmtree(path, ignore_errors=True))
+            return
         self._ranks.run_on_rank0(lambda: self._begin_journal(Path(path)), (RunFailed,))
 
     def _begin_journal(self, path: Path) -> None:
         assert self._registry is not None
-        self._loop.wait(self._registry.keep(path))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            for directory in (path, path.parent, path.parent.parent):
+                sync_directory(directory)
+            self._loop.wait(self._registry.keep(path))
+        except OSError as error:
+            log.LOGGER.warning("the journal cannot be replaced, so that it grows: %s", error)
+            return
         for older in path.parent.iterdir():
             if older.name < path.name:
                 shutil.rmtree(older, ignore_errors=True)
         remove_gone(self._settings.directory / "saved")
+
+
+def _replaces_weights(operations: Sequence[Operation]) -> bool:
+    works = [operation.work for operation in operations]
+    return any(isinstance(work, Save) and work.overwrite and Path(work.path).exists() for work in works)
 
 
 def _listen(host: str, port: int) -> socket.socket:

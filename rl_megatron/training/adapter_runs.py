@@ -77,6 +77,11 @@ class AdapterSlot:
             parameter.requires_grad_(False)
             parameter.data = self._none.to(parameter.dtype)
 
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Return the dtype of each parameter."""
+        return [dtype for _, dtype in self._shapes]
+
     @contextmanager
     def holding(self, weights: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> Iterator[None]:
         """Let the model compute with these tensors within the block, and add gradients to `gradients`, in fp32."""

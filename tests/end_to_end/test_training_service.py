@@ -173,6 +173,14 @@ def test_errors_reach_the_client_and_change_nothing(tmp_path, forks, weights):
         ):
             with pytest.raises(RequestFailed, match=message):
                 call()
+        path, wider = client.save(other, "saved"), client.create("tiny", rank=4, seed=1, number=9)
+        for call, message in (
+            (lambda: client.loss(f"{client.session}:train:8", data, "cross_entropy"), "there is no training run"),
+            (lambda: client.save(other, "saved"), "there are weights with the name saved already"),
+            (lambda: client.load(wider, path, True), "saved has another rank or other targets than the training run"),
+        ):
+            with pytest.raises(RequestFailed, match=message):
+                call()
         for name in (run, other):
             client.loss(name, data, "cross_entropy")
             client.step(name, learning_rate=1e-3)
