@@ -33,6 +33,8 @@ OTHER_MEANINGS = {
     ("rl_megatron.losses.kto", "kto"): "the loss",
     ("rl_megatron.config.losses", "preference"): "the loss",
     ("rl_megatron.losses.preference", "preference"): "the loss",
+    ("rl_megatron.service.losses", "ppo"): "Tinker's name of a loss",
+    ("rl_megatron.service.protobuf", "text"): "a field of a message",
     ("rl_megatron.algorithms.reward_model", "preference"): "the loss",
     ("rl_megatron.certify.workload", "dpo"): "the loss",
     ("rl_megatron.certify.workload", "distillation"): "the loss",

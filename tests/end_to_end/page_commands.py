@@ -102,7 +102,7 @@ def check_readme(readme: str, printed: str, directory: Path) -> None:
 
 def repository_in(directory: Path) -> Path:
     """Make `directory` look like the repository's root to a command, and return it."""
-    for name in ("examples", "scripts", "rl_megatron", ".venv-vllm"):
+    for name in ("examples", "scripts", "rl_megatron", ".venv-vllm", ".venv-tinker"):
         (directory / name).symlink_to(REPOSITORY / name)
     return directory
 

@@ -16,8 +16,9 @@ from tests.vllm_servers import needs_vllm
 
 EXAMPLES = REPOSITORY / "examples"
 TUTORIALS = REPOSITORY / "docs" / "tutorials"
-# The commands of these are those of their tutorials, or tests/packaging/test_cluster_files.py checks their files.
-RUN_ELSEWHERE = {*(path.stem for path in TUTORIALS.glob("*.md")), "cluster"}
+# The commands of these are those of their tutorials, or tests/packaging/test_cluster_files.py checks their files, or
+# tests/end_to_end/test_tinker_sdk.py runs them.
+RUN_ELSEWHERE = {*(path.stem for path in TUTORIALS.glob("*.md")), "cluster", "training_service"}
 READMES = [
     pytest.param(path.parent.name, marks=needs_vllm if "vllm" in path.parent.name else ())
     for path in sorted(EXAMPLES.glob("*/README.md"))
