@@ -128,6 +128,7 @@ def test_there_are_enough_mutants_and_all_of_them_are_python(package, mutants):
     assert {mutant.subpackage for mutant in mutants if mutant.kind == "field"} == set(package.subpackages)
 
 
+@pytest.mark.change
 def test_a_mutant_of_the_table_whose_text_is_gone_is_named(package, tmp_path):
     entry = '[[mutant]]\nfile = "losses/nll.py"\ndescription = ""\nbefore = "no such text"\nafter = ""\n'
     (tmp_path / "table.toml").write_text(entry)
@@ -143,6 +144,7 @@ def test_a_reason_for_a_mutant_that_does_not_exist_is_refused(package, tmp_path)
         read_reasons(package.ids(), tmp_path / "reasons.toml")
 
 
+@pytest.mark.change
 def test_marks_are_in_every_block_and_the_code_stays(package):
     source = Source(
         "def f(a):\n    '''Say.'''\n    if a:\n        g()\n    elif b:\n        h()\n    else:\n        i()\n"

@@ -310,7 +310,7 @@ def test_test_sh_runs_a_tier_what_a_change_reaches_or_what_is_named(quickstart, 
 def nightly(quickstart):
     """Return a committed copy of scripts/nightly.sh, a function that runs it, and one that says which shards ran."""
     tree, _, _ = quickstart
-    for name in ("vllm", "adapters"):
+    for name in ("vllm", "adapters", "tinker"):
         (tree / "scripts" / f"install_{name}.sh").write_text("")
     (tree / ".gitignore").write_text(".venv\n.nightly\ncalls\n")
     who = ("-c", "user.name=x", "-c", "user.email=x@y")

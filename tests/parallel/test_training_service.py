@@ -70,10 +70,6 @@ def measure(layout: Layout):
     return results
 
 
-def measure_alone(layout: Layout):
-    return measure(layout)
-
-
 @pytest.mark.parametrize("layout", QUICK_OF_FEW)
 def test_a_layout_gives_what_one_process_gives(ranks, layout):
     """Metrics and logprobs agree to 1e-5, gradients to 1e-4 of the largest, and the weights after two steps."""

@@ -156,6 +156,7 @@ def evaluate_here(directory):
         return sets.evaluate(0, sets.sets, Guessing(lambda prompt, index: correct(prompt)))
 
 
+@pytest.mark.change
 def test_every_rank_has_the_metrics_which_rank_0_computes(tmp_path, ranks):
     first, second = ranks.run(2, evaluate_here, tmp_path)
     assert first == second and first["sums/avg@4"] == 1
