@@ -69,10 +69,13 @@ class Client:
         }  # fmt: skip
         return self.wait(self.post("create_model", body))["model_id"]
 
-    def send_loss(self, run: str, data: list[Datum], loss: str, forward_only: bool = False, **options: float) -> Any:
-        """Send datums for a loss, and return the future."""
+    def send_loss(
+        self, run: str, data: list[Datum], loss: str, forward_only: bool = False, seq: int | None = None,
+        **options: float,
+    ) -> Any:  # fmt: skip
+        """Send datums for a loss, by default with the run's next number, and return the future."""
         message = new_message("ForwardBackwardRequest")
-        message.model_id, message.seq_id, message.loss_fn = run, self.next_seq(run), loss
+        message.model_id, message.seq_id, message.loss_fn = run, self.next_seq(run) if seq is None else seq, loss
         message.forward_only = forward_only
         for name, value in options.items():
             message.loss_fn_config_v2[name].number = value

@@ -180,6 +180,8 @@ def _add_training_server(command: argparse.ArgumentParser) -> None:
     command.add_argument("--port", type=int, metavar="N", default=8000, help="default: 8000; 0 takes a free one")
     command.add_argument("--keys", metavar="FILE", help="lines 'KEY OWNER'; by default the server makes one key")
     command.add_argument("--name", metavar="NAME", help="the model's name for clients; by default that of init_from")
+    most = "how many training runs are in memory; the others wait on the disk; default: 32"
+    command.add_argument("--runs-in-memory", type=int, default=32, metavar="N", help=most)
 
 
 def _add_balance(command: argparse.ArgumentParser) -> None:

@@ -28,6 +28,8 @@ def training_server(config: RunConfig, options: argparse.Namespace) -> int:
     require_extra("training-server", "service", "starlette", "uvicorn", "google.protobuf")
     if not 0 <= options.port <= MAX_PORT:
         raise ConfigError(f"--port {options.port}: must be from 0 (a free port) to {MAX_PORT}")
+    if options.runs_in_memory < 1:
+        raise ConfigError(f"--runs-in-memory {options.runs_in_memory}: must be at least 1")
     stage, weights, directory = config.first, Path(str(config.init_from)), Path(options.directory).resolve()
     if stage.peft is not None:
         raise ConfigError("peft is set, but clients of a training server choose their adapters; leave it out")
@@ -39,7 +41,11 @@ def training_server(config: RunConfig, options: argparse.Namespace) -> int:
     from rl_megatron.service.command import ServiceJob, serve_training
 
     name = options.name or weights.resolve().name
-    return serve_training(ServiceJob(stage, weights, tokenizer, name, directory, options.host, options.port, keys))
+    return serve_training(
+        ServiceJob(
+            stage, weights, tokenizer, name, directory, options.host, options.port, keys, options.runs_in_memory
+        )
+    )  # fmt: skip
 
 
 def read_keys(path: Path) -> dict[str, str]:

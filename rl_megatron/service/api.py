@@ -16,11 +16,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rl_megatron import log
 from rl_megatron.checkpoint.directory import REPLACED
 from rl_megatron.config.peft import ALL_LINEAR, LoraConfig
 from rl_megatron.generation.interfaces import Sampling
 from rl_megatron.service import requests
-from rl_megatron.service.datums import check_datum
+from rl_megatron.service.datums import MOST_TARGETS, check_data
 from rl_megatron.service.journal import Record
 from rl_megatron.service.losses import choose_loss
 from rl_megatron.service.operations import ComputeLoss, Create, Fail, Load, Operation, Sample, Save, Step, Unload, Work
@@ -33,6 +34,7 @@ from rl_megatron.service.wire import read_head, read_loss_request
 
 _PATH = re.compile(r"tinker://([A-Za-z0-9:_-]+)/(weights|sampler_weights)/([A-Za-z0-9][A-Za-z0-9._-]*)")
 _ATTENTION = r".*(self_attn|attention|attn|linear_attn)\..*"
+_BYTES_OF_A_SESSION = 65_536
 _ALPHA = 32.0  # the alpha of every adapter
 _SECONDS_WITHOUT_NAME = 86400  # how long weights for sampling that have no name are kept
 
@@ -66,6 +68,8 @@ class Api:
     # --- sessions ---
 
     async def create_session(self, owner: str, raw: bytes) -> dict[str, Any]:
+        if len(raw) > _BYTES_OF_A_SESSION:
+            raise Refused(f"a session's metadata must have at most {_BYTES_OF_A_SESSION} bytes", 413)
         body = read_body(requests.CreateSession, raw)
         name = f"session-{secrets.token_hex(8)}"
         details = {"display_name": body.display_name, "user_metadata": body.user_metadata, "tags": body.tags}
@@ -124,9 +128,21 @@ class Api:
 
     async def unload_model(self, owner: str, raw: bytes) -> dict[str, Any]:
         run = read_body(requests.ModelOnly, raw).model_id
-        name = f"{run}:unload"
-        if not self._has_sent(owner, name):
+        if not self._has_sent(owner, f"{run}:unload"):
             self._find_run(owner, run)
+        return await self._unload(owner, run, raw)
+
+    async def unload_silent_runs(self, since: float) -> None:
+        """Unload the runs of sessions that were not heard of since a time, and that wait for nothing."""
+        for name, run in list(self.registry.runs.items()):
+            session = self.registry.sessions.get(run.session)
+            heard = max(run.last_time, 0.0 if session is None else session.heard)
+            if heard < since and not self.registry.has_unfinished(name):
+                log.LOGGER.info("the run %s is unloaded: its session was not heard of for a long time", name)
+                await self._unload(run.owner, name, b"")
+
+    async def _unload(self, owner: str, run: str, raw: bytes) -> dict[str, Any]:
+        name = f"{run}:unload"
         header = {"kind": "request", "request": "unload_model", "id": name, "owner": owner, "run": run}
         record = Record({**header, "time": time.time()}, raw)
         if await self.registry.accept(owner, record):
@@ -258,10 +274,7 @@ class Api:
     def _translate_loss(self, header: Mapping[str, Any], raw: bytes) -> ComputeLoss:
         body = read_loss_request(raw)
         loss = choose_loss(body.loss_fn, body.options)
-        if not body.data:
-            raise Refused("the request has no datum")
-        for number, datum in enumerate(body.data):
-            check_datum(datum, number, loss.name, loss.named, self.base.vocab_size, self.base.longest)
+        check_data(body.data, loss, self.base.vocab_size, self.base.longest)
         return ComputeLoss(body.data, body.loss_fn, body.options, not body.forward_only)
 
     def _translate_save(self, header: Mapping[str, Any], raw: bytes) -> Save:
@@ -401,6 +414,11 @@ class Api:
             raise Refused(
                 f"the prompt has {len(tokens)} tokens and max_tokens={most}; together they must not exceed "
                 f"{self.base.longest}"
+            )
+        if body.num_samples * most * max(1, body.topk_sample_logprobs) > MOST_TARGETS:
+            raise Refused(
+                f"num_samples={body.num_samples} of max_tokens={most} with "
+                f"topk_sample_logprobs={body.topk_sample_logprobs} are more than {MOST_TARGETS} values; ask for fewer"
             )
         stop_ids, stop_strings = self.base.stops.choose(params.stop)
         sampling = Sampling(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.applications import Starlette
@@ -29,13 +31,14 @@ _SAMPLES_OF_A_CLIENT = 256  # unfinished requests for samples, each with a conne
 _DATUMS_OF_A_REQUEST, _BYTES_OF_A_REQUEST = 1024, 5_000_000  # by which clients split a batch
 
 
-def build_application(api: Api, keys: Mapping[str, str], most_bytes: int) -> Starlette:
+def build_application(api: Api, keys: Mapping[str, str], most_bytes: int, most_bytes_of_key: int) -> Starlette:
     """Return the application.
 
     Args:
         api: The verbs.
         keys: The name of the owner of each key.
         most_bytes: The most bytes of a request's body.
+        most_bytes_of_key: The most bytes of the bodies that a key sends at the same time.
     """
     verbs = _Verbs(api)
     posts: dict[str, Handler] = {
@@ -71,7 +74,7 @@ def build_application(api: Api, keys: Mapping[str, str], most_bytes: int) -> Sta
         "sessions/{session}": verbs.describe_session,
         "samplers/{sampler}": verbs.describe_sampler,
     }
-    guard = _Guard(keys, most_bytes)
+    guard = _Guard(keys, most_bytes, most_bytes_of_key)
     routes = [
         Route("/api/v1/healthz", _health),
         *(Route(f"/api/v1/{path}", guard.protect(handler), methods=["POST"]) for path, handler in posts.items()),
@@ -102,14 +105,16 @@ def _answer_error(message: str, status: int) -> Response:
 class _Guard:
     """The check of a request's key and size, and the answer for its errors."""
 
-    def __init__(self, keys: Mapping[str, str], most_bytes: int):
-        self._keys, self._most_bytes = keys, most_bytes
+    def __init__(self, keys: Mapping[str, str], most_bytes: int, most_bytes_of_key: int):
+        self._keys, self._most_bytes, self._most_bytes_of_key = keys, most_bytes, most_bytes_of_key
+        self._bytes: Counter[str] = Counter()  # of the bodies that each owner sends now
 
     def protect(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
             try:
                 owner = self._authorize(request)
-                result = await handler(request, owner, await self._read(request))
+                with self._counting(request, owner):
+                    result = await handler(request, owner, await self._read(request))
             except Refused as error:
                 return _answer_error(str(error), error.status)
             except ValueError as error:
@@ -136,17 +141,31 @@ class _Guard:
         request.scope[KEY_ACCEPTED] = True
         return owners[0]
 
+    @contextmanager
+    def _counting(self, request: Request, owner: str) -> Iterator[None]:
+        """Count the bytes of the body within the block; a body of unknown length counts as the largest."""
+        unknown = self._most_bytes if "transfer-encoding" in request.headers else 0
+        size = int(request.headers.get("content-length") or unknown)
+        self._refuse_larger(size)
+        if self._bytes[owner] + size > self._most_bytes_of_key:
+            raise Refused(f"this key sends more than {self._most_bytes_of_key} bytes at the same time; try again", 429)
+        self._bytes[owner] += size
+        try:
+            yield
+        finally:
+            self._bytes[owner] -= size
+
     async def _read(self, request: Request) -> bytes:
         size, parts = 0, []
-        if int(request.headers.get("content-length") or 0) <= self._most_bytes:
-            async for part in request.stream():
-                size += len(part)
-                if size > self._most_bytes:
-                    break
-                parts.append(part)
-            else:
-                return b"".join(parts)
-        raise Refused(f"the body has more than {self._most_bytes} bytes; send fewer datums at once", 413)
+        async for part in request.stream():
+            size += len(part)
+            self._refuse_larger(size)
+            parts.append(part)
+        return b"".join(parts)
+
+    def _refuse_larger(self, size: int) -> None:
+        if size > self._most_bytes:
+            raise Refused(f"the body has more than {self._most_bytes} bytes; send fewer datums at once", 413)
 
 
 class _Verbs:
@@ -214,6 +233,8 @@ class _Verbs:
     async def cancel_future(self, request: Request, owner: str, raw: bytes) -> object:
         name = read_body(requests.RequestOnly, raw).request_id
         future = self._api.registry.futures.get(name)
+        if future is not None:
+            await future.written.wait()
         # Only samples can be cancelled: a run's operations have their places in its order.
         is_sample = future is not None and future.record is not None and "run" not in future.record.header
         if is_sample and future is not None and future.owner == owner:

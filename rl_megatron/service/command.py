@@ -18,6 +18,7 @@ from rl_megatron.evaluation.generate import run_command
 from rl_megatron.runs.lock import OutputLock
 from rl_megatron.service.api import Base
 from rl_megatron.service.executor import Executor
+from rl_megatron.service.run_states import RunStates
 from rl_megatron.service.server import Service, ServiceSettings
 from rl_megatron.service.stops import StopRules
 from rl_megatron.service.trainer import ServiceTrainer
@@ -40,6 +41,7 @@ class ServiceJob:
         host: The address at which rank 0 listens.
         port: The port.
         keys: The owner of each key, on rank 0.
+        runs_in_memory: How many training runs are in memory at most; the others are on the disk.
     """
 
     stage: StageConfig
@@ -50,6 +52,7 @@ class ServiceJob:
     host: str
     port: int
     keys: Mapping[str, str]
+    runs_in_memory: int
 
 
 def serve_training(job: ServiceJob) -> int:
@@ -73,7 +76,8 @@ def _serve(job: ServiceJob, opened: list[Service]) -> None:
     layout.ranks.run_on_rank0(lambda: _lock(lock, job.directory))
     policy = _load_policy(job, layout)
     is_hugging_face = not (job.weights / MANIFEST).is_file()
-    executor = Executor(ServiceTrainer(policy), str(job.weights) if is_hugging_face else None)
+    runs = RunStates(layout.ranks, job.directory / "idle", job.runs_in_memory)
+    executor = Executor(ServiceTrainer(policy), runs, str(job.weights) if is_hugging_face else None)
     tokenizer = stage.tokenizer.path
     base = Base(
         job.name, tokenizer, job.tokenizer.vocab_size, stage.model.max_sequence_length,

@@ -42,18 +42,32 @@ class Datum:
         return targets.ndim == 1 and np.array_equal(targets[:-1], self.tokens[1:])
 
 
-def check_datum(datum: Datum, number: int, name: str, loss: NamedLoss, vocab_size: int, longest: int) -> None:
-    """Raise ValueError if a datum does not fit a loss or the model. The message names the datum and the rule.
+MOST_TARGETS = 2**26
+"""The most targets of a request, counted as if every datum had as many as the largest: memory is taken for them."""
+
+
+def check_data(data: Sequence[Datum], loss: TargetLoss, vocab_size: int, longest: int) -> None:
+    """Raise ValueError if datums do not fit a loss or the model. The message names the datum and the rule.
 
     Args:
-        datum: The datum.
-        number: Its index among the datums of the request.
-        name: The loss's name.
-        loss: What the loss reads.
+        data: The datums of a request.
+        loss: The loss.
         vocab_size: The size of the vocabulary.
         longest: The maximum number of tokens of a sequence, with its last target.
     """
-    where = f"data[{number}]"
+    if not data:
+        raise ValueError("the request has no datum")
+    for number, datum in enumerate(data):
+        _check_datum(datum, f"data[{number}]", loss.name, loss.named, vocab_size, longest)
+    length, targets = max(len(datum.tokens) for datum in data), max(datum.targets.shape[1] for datum in data)
+    if len(data) * length * targets > MOST_TARGETS:
+        raise ValueError(
+            f"{len(data)} datums of up to {length} tokens with up to {targets} targets each are more than "
+            f"{MOST_TARGETS} targets; send fewer datums at once"
+        )
+
+
+def _check_datum(datum: Datum, where: str, name: str, loss: NamedLoss, vocab_size: int, longest: int) -> None:
     length = len(datum.tokens)
     if not length:
         raise ValueError(f"{where}.model_input has no token")

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from rl_megatron.config.errors import ConfigError, RunFailed, describe_error
+from rl_megatron.config.errors import ConfigError, RunFailed
 from rl_megatron.service.losses import choose_loss
 from rl_megatron.service.operations import (
     ComputeLoss,
@@ -26,20 +24,19 @@ from rl_megatron.service.operations import (
     Unload,
 )
 from rl_megatron.service.requests import USER_ERRORS
+from rl_megatron.service.run_states import RunStates
 from rl_megatron.service.sampling import Sampler
 from rl_megatron.service.saved_weights import (
     is_gone,
-    keep_run,
     load_run,
     load_saved,
     read_saved,
     read_settings,
-    restore_run,
     save_run,
 )
 from rl_megatron.service.trainer import ServiceTrainer
 from rl_megatron.service.wire import write_loss_result, write_samples
-from rl_megatron.training.adapter_runs import AdapterRun, SavedAdapter
+from rl_megatron.training.adapter_runs import SavedAdapter
 from rl_megatron.training.metrics import NonFiniteLoss
 
 _ANSWERED = (*USER_ERRORS, NonFiniteLoss)
@@ -48,23 +45,18 @@ _ANSWERED = (*USER_ERRORS, NonFiniteLoss)
 class Executor:
     """The training runs of a service and the weights that it samples from, on this rank. All methods are collective."""
 
-    def __init__(self, trainer: ServiceTrainer, base: str | None, most_cached: int = 16):
-        """Begin without runs.
+    def __init__(self, trainer: ServiceTrainer, runs: RunStates, base: str | None, most_cached: int = 16):
+        """Begin without saved weights in memory.
 
         Args:
             trainer: The model.
+            runs: The training runs.
             base: The Hugging Face directory of the base model, for saved adapters; None if there is none.
             most_cached: How many saved weights stay in memory for sampling.
         """
-        self._trainer, self._sampler, self._base = trainer, Sampler(trainer), base
-        self._runs: dict[str, AdapterRun] = {}
+        self._trainer, self._sampler, self._runs, self._base = trainer, Sampler(trainer), runs, base
         self._saved: OrderedDict[str, SavedAdapter] = OrderedDict()
         self._most_cached = most_cached
-
-    @property
-    def runs(self) -> dict[str, AdapterRun]:
-        """Return the runs by their ids."""
-        return self._runs
 
     def execute(self, operations: Sequence[Operation]) -> list[Outcome]:
         """Return the outcome of every operation, on rank 0 with its answer.
@@ -82,13 +74,7 @@ class Executor:
 
     def keep(self, path: Path) -> str | None:
         """Write the states of all runs to the directory `path`; return what failed on the first rank that failed."""
-        failure = None
-        try:
-            for name, run in self._runs.items():
-                keep_run(run, path / name)
-        except (OSError, SafetensorError) as error:
-            failure = describe_error(error)
-        return self._trainer.policy.topology.ranks.find_first_failure(failure)
+        return self._runs.keep(path)
 
     def _execute(self, operation: Operation) -> Outcome:
         try:
@@ -108,11 +94,14 @@ class Executor:
         if isinstance(work, Create):
             return self._create(operation, name, work)
         if isinstance(work, Restore):
-            self._runs[name] = restore_run(self._trainer.find_slot(work.config), Path(work.path))
+            self._runs.restore(name, self._trainer.find_slot(work.config), Path(work.path))
             return _answer(operation)
         if name not in self._runs:
             raise ValueError(f"the training run {name} is not there: it was unloaded, or could not be made")
-        run = self._runs[name]
+        if isinstance(work, Unload):
+            self._runs.drop(name)
+            return _answer(operation)
+        run = self._runs.get(name)
         if isinstance(work, ComputeLoss):
             result = self._trainer.compute(run, work.data, choose_loss(work.loss_fn, work.options), work.backward)
             return Outcome(write_loss_result(result), is_protobuf=True)
@@ -123,18 +112,15 @@ class Executor:
             self._saved.pop(work.path, None)
             save_run(run, Path(work.path), work.manifest, work.with_optimizer, self._base)
             return _answer(operation)
-        if isinstance(work, Load):
-            load_run(run, Path(work.path), work.with_optimizer)
-            return _answer(operation)
-        assert isinstance(work, Unload)
-        del self._runs[name]
+        assert isinstance(work, Load)
+        load_run(run, Path(work.path), work.with_optimizer)
         return _answer(operation)
 
     def _create(self, operation: Operation, name: str, work: Create) -> Outcome:
         run = self._trainer.create(work.config, work.seed)
         if work.path is not None:
             load_run(run, Path(work.path), work.with_optimizer)
-        self._runs[name] = run
+        self._runs.add(name, run)
         return _answer(operation)
 
     def _sample(self, works: Sequence[Sample]) -> list[Outcome]:

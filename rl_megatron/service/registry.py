@@ -95,12 +95,13 @@ class Future:
 class Registry:
     """The state of a service on rank 0. All methods run on one event loop, except `__init__`."""
 
-    def __init__(self, journal: Path, most_pending: int, is_exact: bool):
+    def __init__(self, journal: Path, most_pending: int, most_bytes: int, is_exact: bool):
         """Begin without sessions; `recover` reads the journal.
 
         Args:
             journal: The file of the journal.
             most_pending: How many unfinished requests a key may have.
+            most_bytes: How many bytes they may have in all.
             is_exact: Whether the samples of each request are decoded alone.
         """
         self.sessions: dict[str, Session] = {}
@@ -108,9 +109,11 @@ class Registry:
         self.samplers: dict[str, tuple[str, str, str | None]] = {}  # (owner, session, directory of the weights)
         self.futures: dict[str, Future] = {}
         self._journal = Journal(journal)
-        self._most_pending, self._together = most_pending, 1 if is_exact else _SAMPLES_TOGETHER
+        self._most_pending, self._most_bytes = most_pending, most_bytes
+        self._together = 1 if is_exact else _SAMPLES_TOGETHER
         self._lanes: dict[str, dict[str, deque[Accepted]]] = {}  # by owner, then by run or by weights
         self._pending: Counter[str] = Counter()  # the unfinished operations of each key
+        self._pending_bytes: Counter[str] = Counter()  # the bytes of their requests
         self._again: deque[Accepted] = deque()  # operations of a killed server, in the order in which it executed them
         self._attempts: dict[str, int] = {}
         self._writing = asyncio.Lock()
@@ -148,7 +151,7 @@ class Registry:
             if self.futures.get(name) is not future or future.owner != owner:
                 raise Refused(f"the request {name} could not be accepted; try again", 503)
             return False
-        self._refuse_more(owner)
+        self._refuse_more(owner, len(record.body))
         future = self.futures[name] = Future(owner, record)
         try:
             await self.write(record)
@@ -159,8 +162,12 @@ class Registry:
             future.written.set()
         return True
 
-    def _refuse_more(self, owner: str) -> None:
+    def _refuse_more(self, owner: str, num_bytes: int) -> None:
         """Refuse a further request of a key that has too many unfinished ones."""
+        if self._pending_bytes[owner] + num_bytes > self._most_bytes:
+            raise Refused(
+                f"this key has unfinished requests of {self._most_bytes} bytes; wait until some are done", 429
+            )
         if self._pending[owner] >= self._most_pending:
             raise Refused(f"this key has {self._most_pending} unfinished requests; wait until some are done", 429)
 
@@ -170,6 +177,7 @@ class Registry:
         future = self.futures.setdefault(operation.request_id, Future(owner, accepted.record))
         future.written.set()
         self._pending[owner] += 1
+        self._pending_bytes[owner] += len(accepted.record.body)
         if operation.run is not None and operation.run not in self.runs:
             self._finish(operation.request_id, _GONE)
             return
@@ -393,6 +401,12 @@ class Registry:
             if is_gone and operation.run is not None:
                 self._forget_run(operation.run)
 
+    def has_unfinished(self, run: str) -> bool:
+        """Return whether a run has unfinished requests."""
+        return any(
+            future.record is not None and future.record.header.get("run") == run for future in self.futures.values()
+        )
+
     def _forget_run(self, name: str) -> None:
         """Forget a run that is gone. Its further requests fail."""
         self.runs.pop(name, None)
@@ -405,7 +419,7 @@ class Registry:
         if (future := self.futures.get(name)) is None:
             return  # it was cancelled
         if future.outcome is None:
-            self._pending[future.owner] -= future.record is not None
+            self._uncount(future)
             future.outcome, future.done_at, future.record = outcome, time.time(), None
         future.done.set()
         sampler = name.rpartition(":")[0]
@@ -437,7 +451,13 @@ class Registry:
         """Forget a request for samples; it is not executed if that has not begun."""
         future = self.futures.pop(name, None)
         if future is not None and future.outcome is None:
+            self._uncount(future)
+
+    def _uncount(self, future: Future) -> None:
+        """Count a request as finished."""
+        if future.record is not None:
             self._pending[future.owner] -= 1
+            self._pending_bytes[future.owner] -= len(future.record.body)
 
     def stop(self) -> None:
         """Let `next_operations` return None."""

@@ -11,6 +11,8 @@ from rl_megatron.config.errors import ConfigError, shorten_value
 from rl_megatron.training.adapter_runs import AdamParams
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+MOST_TOP_TOKENS = 1000
+"""The most tokens of one position whose logprobs a request may ask for."""
 Number = Annotated[int, Field(ge=0, lt=2**31)]
 SavedName = Annotated[str, Field(pattern=_NAME)]
 
@@ -230,8 +232,10 @@ class TargetTokens(Body):
             ValueError: The parts do not fit.
         """
         shape = tuple(self.shape or (len(self.data),))
-        if len(shape) != 2 or shape[0] != length or shape[1] < 1:
-            raise ValueError(f"target_prompt_logprobs.shape={list(shape)} must be [{length}, K], with K at least 1")
+        if len(shape) != 2 or shape[0] != length or not 1 <= shape[1] <= MOST_TOP_TOKENS:
+            raise ValueError(
+                f"target_prompt_logprobs.shape={list(shape)} must be [{length}, K], with K from 1 to {MOST_TOP_TOKENS}"
+            )
         if self.sparse_crow_indices is None:
             if len(self.data) != shape[0] * shape[1]:
                 raise ValueError(f"target_prompt_logprobs has {len(self.data)} tokens for the shape {list(shape)}")
@@ -257,8 +261,8 @@ class Sample(Body):
     sampling_session_id: str | None = None
     seq_id: Annotated[int, Field(ge=0)] | None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=1000)] = 0
-    topk_sample_logprobs: Annotated[int, Field(ge=0, le=1000)] = 0
+    topk_prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_TOKENS)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_TOKENS)] = 0
     target_prompt_logprobs: TargetTokens | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None

@@ -5,7 +5,6 @@ The tensors in it are whole, so they can be read in any layout.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
@@ -21,12 +20,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_megatron.checkpoint.directory import REPLACED, check_digests, digest_file, publish, read_manifest_alone
+from rl_megatron.checkpoint.directory import REPLACED, check_digests, publish, read_manifest_alone
 from rl_megatron.checkpoint.hf_directory import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rl_megatron.checkpoint.peft_format import PEFT_PREFIX, build_peft_config
 from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.peft import LoraConfig
-from rl_megatron.disk import sync_directory
 from rl_megatron.model.lora.targets import find_adapted_linears
 from rl_megatron.topology.ranks import Ranks
 from rl_megatron.training.adapter_runs import AdapterRun, AdapterSlot, SavedAdapter
@@ -159,54 +157,6 @@ def read_saved(path: Path) -> dict[str, Any]:
 def read_settings(manifest: Mapping[str, Any]) -> LoraConfig:
     """Return the section `peft` of the run whose weights were saved."""
     return TypeAdapter(LoraConfig).validate_python(manifest["peft"])
-
-
-def keep_run(run: AdapterRun, directory: Path) -> None:
-    """Write the whole state of a run on this rank, with its accumulated gradients, to be read in the same layout."""
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = {f"{name}.{index}": t for name, part in run.state().items() for index, t in enumerate(part)}
-    path = directory / f"rank-{run.slot.topology.ranks.rank}.safetensors"
-    metadata = {
-        "steps": str(run.num_steps), "has_gradients": str(int(run.has_gradients)), "parts": _describe_parts(run.slot),
-    }  # fmt: skip
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
-    digest_file(path)  # it also syncs the file
-    sync_directory(directory)
-
-
-def restore_run(slot: AdapterSlot, directory: Path) -> AdapterRun:
-    """Return a run with the state that `keep_run` has written.
-
-    Raises:
-        ConfigError: The file of this rank is not there: the server had another layout.
-    """
-    ranks, run = slot.topology.ranks, AdapterRun(slot, seed=0)
-    path = directory / f"rank-{ranks.rank}.safetensors"
-    ranks.all_or_none(lambda: _require_file(path, slot))
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-        state = {
-            name: [file.get_tensor(f"{name}.{index}").to(slot.topology.device) for index in range(len(part))]
-            for name, part in run.state().items()
-        }
-    run.set_state(state, int(metadata["steps"]), metadata["has_gradients"] == "1")
-    return run
-
-
-def _require_file(path: Path, slot: AdapterSlot) -> None:
-    same = "start the server with the model, the precision and the layout that it had"
-    if not path.exists():
-        raise ConfigError(f"{path} is not there; {same}")
-    with safe_open(path, "pt") as file:
-        if file.metadata()["parts"] != _describe_parts(slot):
-            raise ConfigError(f"{path} has other parts of the adapter than this rank; {same}")
-
-
-def _describe_parts(slot: AdapterSlot) -> str:
-    """Return a text that tells the parts of an adapter on this rank from those of other models and layouts."""
-    parts = [(entry.key, tuple(entry.global_offset), tuple(entry.local_shape)) for entry in slot.entries]
-    text = f"{parts} {slot.dtypes} {slot.topology.world_size}"
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def is_gone(directory: Path, manifest: Mapping[str, Any]) -> bool:

@@ -20,12 +20,14 @@ from rl_megatron.service.api import Api, Base
 from rl_megatron.service.executor import Executor
 from rl_megatron.service.operations import Operation, Outcome, Save
 from rl_megatron.service.registry import Registry
+from rl_megatron.service.requests import Refused
 from rl_megatron.service.saved_weights import remove_gone
 from rl_megatron.topology.rank_zero_loop import RankZeroLoop
 from rl_megatron.topology.ranks import Ranks
 
 _BACKLOG, _CONNECTIONS = 1024, 1024
 _STATE = "state"
+_SECONDS_OF_A_LOOK = 60.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,9 @@ class ServiceSettings:
         seed: The seed of everything that is drawn without a client's seed.
         most_pending: How many unfinished requests a key may have.
         most_bytes: The most bytes of a request's body.
+        most_pending_bytes: The most bytes of all unfinished requests of a key.
         keep_seconds: The seconds of work after which states are kept, so that less work is repeated after a crash.
+        silent_seconds: The seconds after which the runs of a session that is not heard of are unloaded.
         exact_samples: Whether the samples of each request are decoded alone.
     """
 
@@ -51,7 +55,9 @@ class ServiceSettings:
     seed: int = 0
     most_pending: int = 4096
     most_bytes: int = 256 * 2**20
+    most_pending_bytes: int = 2**30
     keep_seconds: float = 300.0
+    silent_seconds: float = 86400.0
     exact_samples: bool = False
 
 
@@ -70,7 +76,7 @@ class Service:
         self._loop = RankZeroLoop(ranks, collective_timeout, "the training service", (ConfigError,))
         self._registry: Registry | None = None
         self._server: Any = None
-        self._serving: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self.url = ""
         ranks.run_on_rank0(self._start, (ConfigError,))
 
@@ -115,20 +121,25 @@ class Service:
         listening = _listen(settings.host, settings.port)
 
         async def begin() -> None:
-            self._registry = Registry(directory / "journal", settings.most_pending, settings.exact_samples)
+            self._registry = Registry(
+                directory / "journal", settings.most_pending, settings.most_pending_bytes, settings.exact_samples
+            )
             api = Api(self._registry, self._base, directory / "saved", settings.seed)
             try:
                 self._registry.recover(api.accept_again)
             except ValueError as error:
                 raise ConfigError(f"{directory}: {error}") from error
-            application = build_application(api, settings.keys, settings.most_bytes)
+            application = build_application(api, settings.keys, settings.most_bytes, settings.most_pending_bytes)
             options = uvicorn.Config(
                 application, log_config=None, access_log=False, lifespan="off", ws="none", backlog=_BACKLOG,
                 http=limit_connections(lambda: _CONNECTIONS), proxy_headers=False, server_header=False,
                 timeout_graceful_shutdown=1,
             )  # fmt: skip
             self._server = uvicorn.Server(options)
-            self._serving = asyncio.create_task(self._server.serve([listening]))
+            self._tasks = [
+                asyncio.create_task(self._server.serve([listening])),
+                asyncio.create_task(_unload_silent_runs(api, settings.silent_seconds)),
+            ]
 
         self._loop.wait(begin())
         host, port = listening.getsockname()[:2]
@@ -175,6 +186,16 @@ class Service:
             if older.name < path.name:
                 shutil.rmtree(older, ignore_errors=True)
         remove_gone(self._settings.directory / "saved")
+
+
+async def _unload_silent_runs(api: Api, seconds: float) -> None:
+    """Unload the runs of silent sessions again and again."""
+    while True:
+        await asyncio.sleep(min(_SECONDS_OF_A_LOOK, seconds))
+        try:
+            await api.unload_silent_runs(time.time() - seconds)
+        except Refused as error:
+            log.once(f"the runs of silent sessions are not unloaded: {error}")
 
 
 def _replaces_weights(operations: Sequence[Operation]) -> bool:

@@ -14,12 +14,15 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from rl_megatron.config.errors import ConfigError
 from rl_megatron.config.peft import DEFAULT_ADAPTER, LoraConfig
 from rl_megatron.model.build import attach_frozen_adapters, unwrap
 from rl_megatron.model.lora.attach import freeze_weights
 from rl_megatron.model.lora.layers import LinearAdapter
 from rl_megatron.model.sharded_model import ShardedModel
 from rl_megatron.topology.transfer import read_numbers
+
+_MOST_SLOTS = 64
 
 
 @dataclass(frozen=True)
@@ -134,9 +137,15 @@ class AdapterSlots:
         """Return the slot for these settings, which is added to the model if it has none. Collective if it is added.
 
         Raises:
-            ConfigError: The settings do not fit the model. The model is unchanged.
+            ConfigError: The settings do not fit the model, or there are too many others. The model is unchanged.
         """
         if config not in self._slots:
+            if len(self._slots) == _MOST_SLOTS:
+                ranks = sorted({other.r for other in self._slots})
+                raise ConfigError(
+                    f"there are {_MOST_SLOTS} kinds of adapters already; use one of their ranks: "
+                    f"{', '.join(map(str, ranks))}"
+                )
             self._slots[config] = AdapterSlot(self._model, config, f"slot-{len(self._slots)}")
         return self._slots[config]
 

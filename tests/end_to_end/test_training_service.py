@@ -60,7 +60,7 @@ def train(client: Client, run: str, steps: int) -> list[str]:
             client.save(run, f"step-{number}")
         if number % 4 == 3:
             client.load(run, f"tinker://{run}/weights/step-{number - 2}", optimizer=number % 8 == 3)
-    sampler = client.sampler(run, 1 + len(client.session) % 1)
+    sampler = client.sampler(run, 1)
     samples = client.sample(sampler, [1, 2, 3], max_tokens=4, seed=5, num_samples=3, prompt_logprobs=True)
     return [*map(as_text, results), samples.SerializeToString().hex()]
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -10,17 +15,26 @@ import torch.distributed as dist
 from rl_megatron.certify.workload import SMALL_FUSED_HEAD, VOCAB_SIZE, build_small_batching
 from rl_megatron.config.peft import LoraConfig
 from rl_megatron.service.losses import LOSSES, choose_loss
+from rl_megatron.service.run_states import RunStates
 from rl_megatron.service.trainer import ServiceTrainer
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
 from rl_megatron.training.adapter_runs import AdamParams
 from rl_megatron.training.megatron_policy import MegatronPolicy
+from rl_megatron.training.metrics import NonFiniteLoss
 from tests.parallel.grid import Factors, Layout
 from tests.parallel.test_grid import QUICK_OF_FEW
 from tests.unit.service.cases import random_datums
 
 KINDS = {"cross_entropy": ["next tokens", "several targets"]}
 STEP = AdamParams(learning_rate=1e-3, grad_clip_norm=0.5)
+
+
+def without_sharding(factors: Factors) -> Factors:
+    return factors._replace(
+        tensor=1, sequence=False, pipeline=1, virtual_pipeline=1, context=1, expert=min(factors.expert, 1),
+        expert_tensor=1, data=1, uneven=False, recompute="none", fused_head=False,
+    )  # fmt: skip
 
 
 def build_trainer(layout: Layout) -> ServiceTrainer:
@@ -73,7 +87,7 @@ def measure(layout: Layout):
 @pytest.mark.parametrize("layout", QUICK_OF_FEW)
 def test_a_layout_gives_what_one_process_gives(ranks, layout):
     """Metrics and logprobs agree to 1e-5, gradients to 1e-4 of the largest, and the weights after two steps."""
-    alone = Layout(_alone(layout.factors))
+    alone = Layout(without_sharding(layout.factors))
     wanted, found = ranks.run(1, measure, alone)[0], ranks.run(layout.factors.ranks, measure, layout)[0]
     assert wanted.keys() == found.keys()
     for name, (metrics, logprobs, tensors) in wanted.items():
@@ -87,8 +101,70 @@ def test_a_layout_gives_what_one_process_gives(ranks, layout):
             torch.testing.assert_close(found[name][2][key], tensor, rtol=0, atol=1e-4 * scale, msg=f"{name}: {key}")
 
 
-def _alone(factors: Factors) -> Factors:
-    return factors._replace(
-        tensor=1, sequence=False, pipeline=1, virtual_pipeline=1, context=1, expert=min(factors.expert, 1),
-        expert_tensor=1, data=1, uneven=False, recompute="none", fused_head=False,
-    )  # fmt: skip
+ALONE = without_sharding(QUICK_OF_FEW[0].values[0].factors)
+TENSOR_AND_PIPELINE = ALONE._replace(tensor=2, sequence=True, pipeline=2)
+
+
+@dataclass(frozen=True)
+class Tenancy:
+    """A random order of the operations of several tenants."""
+
+    factors: Factors
+    num_tenants: int
+    num_operations: int
+
+
+def train_tenants(tenancy: Tenancy, directory: Path, tenants: Sequence[int]):
+    """Return the whole weights of some of the tenants after their operations. Only two of them are in memory."""
+    layout = Layout(tenancy.factors)
+    trainer, rng = build_trainer(layout), random.Random(0)
+    runs = RunStates(trainer.policy.topology.ranks, directory / "idle", 2)
+    configs = [
+        LoraConfig(r=1 + tenant % 5, lora_alpha=5.0, init_lora_weights=False) for tenant in range(tenancy.num_tenants)
+    ]
+    for tenant in tenants:
+        runs.add(str(tenant), trainer.create(configs[tenant], seed=tenant))
+    kinds = ["step", "cross_entropy", "importance_sampling", "overflow"]
+    for number in range(tenancy.num_operations):
+        tenant, kind = rng.randrange(tenancy.num_tenants), rng.choice(kinds)
+        if number == tenancy.num_operations // 2 and len(tenants) > 1:  # the server is stopped and started again
+            assert runs.keep(directory / "kept") is None
+            assert not list((directory / "idle").rglob("*.safetensors")), "no state is on the disk twice"
+            runs = RunStates(trainer.policy.topology.ranks, directory / "idle", 2)
+            for other in tenants:
+                runs.restore(str(other), trainer.find_slot(configs[other]), directory / "kept" / str(other))
+        if tenant not in tenants:
+            continue
+        run = runs.get(str(tenant))
+        if kind == "step":
+            run.step(STEP)
+        elif kind == "overflow":
+            (datum,) = random_datums(1, "importance_sampling", "other targets", number, VOCAB_SIZE, 12)
+            datum.inputs["logprobs"][:] = -1000.0
+            with pytest.raises(NonFiniteLoss):
+                trainer.compute(run, [datum], choose_loss("importance_sampling"), backward=True)
+        else:
+            data = random_datums(2, kind, "other targets", number, VOCAB_SIZE, 12)
+            trainer.compute(run, data, choose_loss(kind), backward=True)
+    return {tenant: gather_whole(runs.get(str(tenant)), runs.get(str(tenant)).weights) for tenant in tenants}
+
+
+@pytest.mark.parametrize(
+    "tenancy",
+    [
+        pytest.param(Tenancy(ALONE, 3, 48), id="three tenants"),
+        pytest.param(Tenancy(ALONE, 8, 200), marks=pytest.mark.nightly, id="eight tenants"),
+        pytest.param(
+            Tenancy(TENSOR_AND_PIPELINE, 8, 200), marks=pytest.mark.nightly, id="eight tenants, tensor 2, pipeline 2"
+        ),
+    ],
+)
+def test_tenants_have_bitwise_the_weights_that_each_has_alone(ranks, tenancy, tmp_path):
+    """Also if most of them are on the disk, and after a new start."""
+    size, tenants = tenancy.factors.ranks, range(tenancy.num_tenants)
+    together = ranks.run(size, train_tenants, tenancy, tmp_path, tenants)
+    for tenant in tenants:
+        alone = ranks.run(size, train_tenants, tenancy, tmp_path, [tenant])
+        assert alone[0][tenant].keys() == together[0][tenant].keys()
+        for key, tensor in alone[0][tenant].items():
+            assert torch.equal(tensor, together[0][tenant][key]), f"tenant {tenant}: {key}"

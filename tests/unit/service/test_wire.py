@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from rl_megatron.generation.interfaces import Completion, WeightSpan
-from rl_megatron.service.datums import check_datum
-from rl_megatron.service.losses import LOSSES
+from rl_megatron.service.datums import MOST_TARGETS, Datum, check_data
+from rl_megatron.service.losses import choose_loss
 from rl_megatron.service.protobuf import FLOAT32, INT64, new_message
 from rl_megatron.service.requests import Adam, CreateModel, OptimStep, Sample, SaveWeights, TargetTokens, read_body
 from rl_megatron.service.sampling import SampledPrompt, Top
@@ -176,6 +176,23 @@ def test_sparse_targets_of_a_prompt_have_no_token_elsewhere():
 )
 def test_a_datum_that_does_not_fit_is_refused(changes, message):
     datum = read_loss_request(message_with()).data[0]
-    datum.inputs.update(changes)
+    datum = Datum(datum.tokens, {**datum.inputs, **changes})
     with pytest.raises(ValueError, match=message):
-        check_datum(datum, 4, "cross_entropy", LOSSES["cross_entropy"], 10, 16)
+        check_data([datum], choose_loss("cross_entropy"), 10, 16)
+
+
+def test_data_whose_padded_batch_is_too_large_are_refused():
+    """A datum with many tokens and one with many targets would make all of them large."""
+    long = Datum(np.zeros(2**12, int), {"target_tokens": np.zeros(2**12, int)})
+    wide = Datum(np.zeros(1, int), {"target_tokens": np.zeros((1, 2**14 + 1), int)})
+    for data in ([long], [wide]):
+        check_data(data, choose_loss("cross_entropy"), 10, 2**13)
+    with pytest.raises(ValueError, match=f"more than {MOST_TARGETS} targets; send fewer datums at once"):
+        check_data([long, wide], choose_loss("cross_entropy"), 10, 2**13)
+
+
+def test_targets_of_a_prompt_are_limited():
+    """The tokens may be sparse, so that few bytes ask for many logprobs."""
+    tokens = TargetTokens(data=[], shape=[1, 10**9], sparse_crow_indices=[0, 0], sparse_col_indices=[])
+    with pytest.raises(ValueError, match="K from 1 to 1000"):
+        tokens.to_array(1)
