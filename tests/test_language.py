@@ -34,8 +34,8 @@ VERBS = frozenset(
     Mask Merge Move Normalise Open Pack Parse Plan Plot Prepare Print Propagate Provide Put Raise Read Rebuild Receive
     Record Redirect Reduce Refuse Register Release Remove Rename Render Replace Report Request Require Reset Resolve
     Restart Restore Return Round Run Sample Save Scale Scatter Select Send Serve Set Shorten Show Shut Silence Skip
-    Sort Split Spread Start Stop Store Stream Subtract Sum Sync Take Time Train Truncate Turn Undo Unload Unwrap Update Use
-    Validate Verify Wait Warn Wrap Write Yield
+    Sort Split Spread Start Stop Store Stream Subtract Sum Sync Take Time Train Truncate Turn Undo Unload Unwrap Update
+    Use Validate Verify Wait Warn Wrap Write Yield
     """.split()
 )
 
