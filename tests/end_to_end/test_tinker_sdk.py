@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
 import subprocess
+import sysconfig
 from contextlib import chdir
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.docs.collector import blocks
@@ -32,12 +35,13 @@ def words_of_the_page() -> list[str]:
     return next(block.text for block in PAGE if block.text.startswith("rl-megatron training-server")).split()[1:]
 
 
-def run_client(client: Path, directory: Path, url: str) -> str:
+def run_client(client: Path, directory: Path, url: str, *arguments: str) -> str:
     """Run a client in a directory, and return what it prints."""
     key = (directory / "outputs" / "service" / "key").read_text().strip()
     environment = os.environ | {"TINKER_BASE_URL": url, "TINKER_API_KEY": key, "HF_HUB_OFFLINE": "1"}
+    environment["TORCH_SITE_PACKAGES"] = sysconfig.get_path("platlib")
     done = subprocess.run(
-        [PYTHON, client], cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+        [PYTHON, client, *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -59,6 +63,56 @@ def test_the_client_of_the_page_learns(ranks, tmp_path, forks):
     assert losses[-1] < losses[0] / 2, losses
     assert re.fullmatch(r"tinker://session-\w+:train:0/weights/sentence", printed[20])
     assert len(printed) >= 22
+
+
+LOOPS = ("resume", "prefer", "distill", "take_turns")
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory, forks):
+    """What each loop of tests/tinker_loops.py prints, by the number of the server's ranks."""
+    printed = {}
+    for ranks, layout in LAYOUTS.items():
+        directory, port = tmp_path_factory.mktemp("loops"), free_port()
+        hugging_face_model(directory / "path" / "to" / "Qwen2.5-0.5B")
+        with forks.start(
+            directory, *words_of_the_page(), *layout, "device=cpu", "--port", str(port), ranks=ranks
+        ) as server:
+            server.wait_until((directory / "outputs" / "service" / "journal").exists, "its journal")
+            client, url = REPOSITORY / "tests" / "tinker_loops.py", f"http://127.0.0.1:{port}"
+            printed[ranks] = {name: json.loads(run_client(client, directory, url, name)) for name in LOOPS}
+    return printed
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+class TestLoops:
+    """What the SDK's verbs do together, on one rank and on four."""
+
+    def test_a_run_continues_from_its_state_bitwise(self, loops, ranks):
+        losses = loops[ranks]["resume"]
+        assert losses["again"] == losses["after"] != losses["anew"]
+        assert losses["after"][-1] < losses["before"][0] * 2 / 3
+        assert losses["anew"][0] == losses["after"][0], "without the optimizer, the weights are the same"
+
+    def test_a_loss_of_the_clients_own_raises_the_margin(self, loops, ranks):
+        margins = loops[ranks]["prefer"]["margin"]
+        assert abs(margins[0]) < 1e-4 and margins[-1] > 5, margins
+
+    def test_a_student_comes_near_its_teacher(self, loops, ranks):
+        first, *_, last = loops[ranks]["distill"]["divergence"]
+        assert last < first / 2
+
+    def test_two_runs_at_once_get_bitwise_what_each_gets_alone(self, loops, ranks):
+        losses = loops[ranks]["take_turns"]
+        assert losses["together"] == losses["alone"] and losses["alone"][0] != losses["alone"][1]
+
+
+@pytest.mark.parametrize("name", ["resume", "prefer", "take_turns"])
+def test_layouts_give_a_client_the_same_metrics(loops, name):
+    one, four = loops[1][name], loops[4][name]
+    assert one.keys() == four.keys()
+    for key in one:
+        np.testing.assert_allclose(four[key], one[key], rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
