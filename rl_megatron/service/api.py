@@ -32,6 +32,8 @@ from rl_megatron.service.saved_weights import DELETED, is_gone, list_saved, read
 from rl_megatron.service.stops import StopRules
 from rl_megatron.service.wire import read_head, read_loss_request
 
+NUMBERED = ("forward_backward", "optim_step", "save_weights", "save_weights_for_sampler")
+"""The verbs whose requests have a number in their run, by which they are executed in order."""
 _PATH = re.compile(r"tinker://([A-Za-z0-9:_-]+)/(weights|sampler_weights)/([A-Za-z0-9][A-Za-z0-9._-]*)")
 _ATTENTION = r".*(self_attn|attention|attn|linear_attn)\..*"
 _BYTES_OF_A_SESSION = 65_536
@@ -95,21 +97,11 @@ class Api:
         self._find_session(owner, body.session_id)
         return await self._accept(owner, "create_model", raw, f"{body.session_id}:train:{body.model_seq_id}", 0)
 
-    async def forward_backward(self, owner: str, raw: bytes) -> dict[str, Any]:
-        body = read_head(raw)
-        return await self._accept(owner, "forward_backward", raw, body.model_id, body.seq_id)
-
-    async def optim_step(self, owner: str, raw: bytes) -> dict[str, Any]:
-        body = read_body(requests.Numbered, raw)
-        return await self._accept(owner, "optim_step", raw, body.model_id, body.seq_id)
-
-    async def save_weights(self, owner: str, raw: bytes) -> dict[str, Any]:
-        body = read_body(requests.Numbered, raw)
-        return await self._accept(owner, "save_weights", raw, body.model_id, body.seq_id)
-
-    async def save_weights_for_sampler(self, owner: str, raw: bytes) -> dict[str, Any]:
-        body = read_body(requests.Numbered, raw)
-        return await self._accept(owner, "save_weights_for_sampler", raw, body.model_id, body.seq_id)
+    async def accept_numbered(self, verb: str, owner: str, raw: bytes) -> dict[str, Any]:
+        """Acknowledge a numbered request of a run; one for a verb that is not there fails in its turn."""
+        body = read_head(raw) if verb == "forward_backward" else read_body(requests.Numbered, raw)
+        refusal = None if verb in NUMBERED else f"{verb} is not a verb of this server"
+        return await self._accept(owner, verb, raw, body.model_id, body.seq_id, refusal)
 
     async def load_weights(self, owner: str, raw: bytes) -> dict[str, Any]:
         head = read_body(requests.LoadHead, raw)
@@ -149,11 +141,6 @@ class Api:
             self.add(record, self.translate(record))
         return {"request_id": name, "model_id": run}
 
-    async def refuse_verb(self, owner: str, raw: bytes, verb: str) -> dict[str, Any]:
-        """Let a numbered request for a verb that is not there fail in its turn."""
-        body = read_body(requests.Numbered, raw)
-        return await self._accept(owner, verb, raw, body.model_id, body.seq_id, f"{verb} is not a verb of this server")
-
     def _find_run(self, owner: str, name: str) -> Run:
         run = self.registry.runs.get(name)
         if run is None or run.owner != owner:
@@ -174,14 +161,8 @@ class Api:
             if not seq and run in self.registry.runs:
                 raise Refused(f"there is a run {run} already", 409)
         header = {
-            "kind": "request",
-            "request": kind,
-            "id": name,
-            "owner": owner,
-            "run": run,
-            "seq": seq,
-            "time": time.time(),
-        }
+            "kind": "request", "request": kind, "id": name, "owner": owner, "run": run, "seq": seq, "time": time.time(),
+        }  # fmt: skip
         if refusal is not None:
             header["refusal"] = refusal
         record = Record(header, raw)
@@ -279,23 +260,20 @@ class Api:
 
     def _translate_save(self, header: Mapping[str, Any], raw: bytes) -> Save:
         body = read_body(requests.SaveWeights, raw)
-        return self._build_save(header, "weights", body.path, body.ttl_seconds, body.user_metadata, body.overwrite)
+        return self._build_save(header, "weights", body, body.overwrite)
 
     def _translate_save_for_sampler(self, header: Mapping[str, Any], raw: bytes) -> Save:
-        body = read_body(requests.SaveForSampler, raw)
-        return self._build_save(header, "sampler_weights", body.path, body.ttl_seconds, body.user_metadata, False)
+        return self._build_save(header, "sampler_weights", read_body(requests.SaveForSampler, raw), False)
 
-    def _build_save(
-        self, header: Mapping[str, Any], kind: str, name: str | None, ttl: int | None,
-        metadata: Mapping[str, str] | None, overwrite: bool,
-    ) -> Save:  # fmt: skip
+    def _build_save(self, header: Mapping[str, Any], kind: str, body: requests.SaveBody, overwrite: bool) -> Save:
+        name, ttl = body.path, body.ttl_seconds
         if ttl is None and name is None and kind == "sampler_weights":
             ttl = _SECONDS_WITHOUT_NAME  # a loop makes such weights in each step
         name = name or f"{header['seq']:06d}"
         if name.endswith(REPLACED):
             raise Refused(f"path={name!r}: weights must not have a name that ends with {REPLACED}")
         manifest = {
-            "owner": header["owner"], "kind": kind, "time": header["time"], "user_metadata": metadata,
+            "owner": header["owner"], "kind": kind, "time": header["time"], "user_metadata": body.user_metadata,
             "request": header["id"],
             "base_model": self.base.name, "expires": None if ttl is None else header["time"] + ttl,
         }  # fmt: skip

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import inspect
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,7 +22,7 @@ from rl_megatron import log
 from rl_megatron.config.errors import describe_error
 from rl_megatron.rollouts.gateway.connections import KEY_ACCEPTED
 from rl_megatron.service import requests
-from rl_megatron.service.api import Api
+from rl_megatron.service.api import NUMBERED, Api
 from rl_megatron.service.journal import Record
 from rl_megatron.service.requests import Refused, read_body
 
@@ -42,24 +44,20 @@ def build_application(api: Api, keys: Mapping[str, str], most_bytes: int, most_b
     """
     verbs = _Verbs(api)
     posts: dict[str, Handler] = {
-        "create_session": lambda request, owner, raw: api.create_session(owner, raw),
-        "session_heartbeat": verbs.heartbeat,
+        "create_session": _pass_on(api.create_session),
+        "session_heartbeat": _pass_on(api.heartbeat),
         "client/config": verbs.client_config,
         "client/dynamic_config": verbs.dynamic_config,
         "telemetry": verbs.telemetry,
-        "create_model": lambda request, owner, raw: api.create_model(owner, raw),
-        "forward_backward": lambda request, owner, raw: api.forward_backward(owner, raw),
-        "optim_step": lambda request, owner, raw: api.optim_step(owner, raw),
-        "save_weights": lambda request, owner, raw: api.save_weights(owner, raw),
-        "save_weights_for_sampler": lambda request, owner, raw: api.save_weights_for_sampler(owner, raw),
-        "load_weights": lambda request, owner, raw: api.load_weights(owner, raw),
-        "save_weights_external": verbs.refuse_external,
-        "unload_model": lambda request, owner, raw: api.unload_model(owner, raw),
-        "get_info": verbs.get_info,
-        "weights_info": verbs.weights_info,
-        "create_sampling_session": lambda request, owner, raw: api.create_sampling_session(owner, raw),
+        "create_model": _pass_on(api.create_model),
+        **{verb: _pass_on(partial(api.accept_numbered, verb)) for verb in (*NUMBERED, "save_weights_external")},
+        "load_weights": _pass_on(api.load_weights),
+        "unload_model": _pass_on(api.unload_model),
+        "get_info": _pass_on(api.get_info),
+        "weights_info": _pass_on(api.weights_info),
+        "create_sampling_session": _pass_on(api.create_sampling_session),
         "join_sampling_session": verbs.join_sampling_session,
-        "asample": lambda request, owner, raw: api.sample(owner, raw),
+        "asample": _pass_on(api.sample),
         "retrieve_future": verbs.retrieve_future,
         "retrieve_futures": verbs.retrieve_futures,
         "cancel_future": verbs.cancel_future,
@@ -85,6 +83,16 @@ def build_application(api: Api, keys: Mapping[str, str], most_bytes: int, most_b
         ),
     ]  # fmt: skip
     return Starlette(routes=routes, exception_handlers={HTTPException: _refuse_path})
+
+
+def _pass_on(verb: Callable[[str, bytes], object]) -> Handler:
+    """Return the handler that passes a request's owner and body on."""
+
+    async def handle(request: Request, owner: str, raw: bytes) -> object:
+        result = verb(owner, raw)
+        return await result if inspect.isawaitable(result) else result
+
+    return handle
 
 
 async def _health(request: Request) -> Response:
@@ -174,12 +182,6 @@ class _Verbs:
     def __init__(self, api: Api):
         self._api = api
 
-    async def refuse_external(self, request: Request, owner: str, raw: bytes) -> object:
-        return await self._api.refuse_verb(owner, raw, "save_weights_external")
-
-    async def heartbeat(self, request: Request, owner: str, raw: bytes) -> object:
-        return self._api.heartbeat(owner, raw)
-
     async def client_config(self, request: Request, owner: str, raw: bytes) -> object:
         return {
             "fwdbwd_max_chunk_len": _DATUMS_OF_A_REQUEST, "fwdbwd_max_chunk_bytes_count": _BYTES_OF_A_REQUEST,
@@ -193,12 +195,6 @@ class _Verbs:
 
     async def telemetry(self, request: Request, owner: str, raw: bytes) -> object:
         return {"status": "accepted"}  # nothing is kept
-
-    async def get_info(self, request: Request, owner: str, raw: bytes) -> object:
-        return self._api.get_info(owner, raw)
-
-    async def weights_info(self, request: Request, owner: str, raw: bytes) -> object:
-        return self._api.weights_info(owner, raw)
 
     async def join_sampling_session(self, request: Request, owner: str, raw: bytes) -> object:
         name = read_body(requests.JoinSamplingSession, raw).sampling_session_id

@@ -125,27 +125,27 @@ class OptimStep(Body):
     adam_params: Adam
 
 
-class SaveWeights(Body):
+class SaveBody(Body):
+    """Save weights."""
+
+    model_id: str
+    seq_id: Number
+    path: SavedName | None = None
+    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeights(SaveBody):
     """Save weights with the optimizer's state."""
 
-    model_id: str
-    seq_id: Number
-    path: SavedName | None = None
-    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
 
 
-class SaveForSampler(Body):
+class SaveForSampler(SaveBody):
     """Save weights to sample from."""
 
-    model_id: str
-    seq_id: Number
-    path: SavedName | None = None
     sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
-    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
-    user_metadata: dict[str, str] | None = None
 
 
 class LoadHead(Body):
