@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from rl_megatron.service.run_states import RunStates
 from rl_megatron.service.trainer import ServiceTrainer
 from rl_megatron.topology import topology
 from rl_megatron.topology.device import start_device
-from rl_megatron.training.adapter_runs import AdamParams
+from rl_megatron.training.adapter_runs import AdamParams, AdapterSlot
 from rl_megatron.training.megatron_policy import MegatronPolicy
 from rl_megatron.training.metrics import NonFiniteLoss
 from tests.parallel.grid import Factors, Layout
@@ -37,12 +39,16 @@ def without_sharding(factors: Factors) -> Factors:
     )  # fmt: skip
 
 
-def build_trainer(layout: Layout) -> ServiceTrainer:
+ALONE = without_sharding(QUICK_OF_FEW[0].values[0].factors)
+TENSOR_AND_PIPELINE = ALONE._replace(tensor=2, sequence=True, pipeline=2)
+
+
+def build_trainer(layout: Layout, precision: str = "fp32") -> ServiceTrainer:
     workload, factors = layout.workload(), layout.factors
     where = topology.build(layout.parallel, start_device("cpu"), workload.seed)
     batching = build_small_batching(factors.batching, factors.sequences, 1, layout.parallel)
     policy = MegatronPolicy(
-        workload.model, where, vocab_size=VOCAB_SIZE, seed=workload.seed, batching=batching,
+        workload.model, where, vocab_size=VOCAB_SIZE, seed=workload.seed, batching=batching, precision=precision,
         fused_head=SMALL_FUSED_HEAD if factors.fused_head else None,
     )  # fmt: skip
     return ServiceTrainer(policy)
@@ -101,8 +107,33 @@ def test_a_layout_gives_what_one_process_gives(ranks, layout):
             torch.testing.assert_close(found[name][2][key], tensor, rtol=0, atol=1e-4 * scale, msg=f"{name}: {key}")
 
 
-ALONE = without_sharding(QUICK_OF_FEW[0].values[0].factors)
-TENSOR_AND_PIPELINE = ALONE._replace(tensor=2, sequence=True, pipeline=2)
+def count_bytes(precision: str):
+    """Return the bytes of all tensors that a run has after a step, of its optimizer too; and its parameters."""
+    trainer = build_trainer(Layout(ALONE), precision)
+    run = trainer.create(LoraConfig(r=3), seed=0)
+    data = random_datums(2, "cross_entropy", "next tokens", 0, VOCAB_SIZE, 12)
+    trainer.compute(run, data, choose_loss("cross_entropy"), backward=True)
+    run.step(STEP)
+    gc.collect()
+    reachable, seen = [run], {}
+    while reachable:
+        one = reachable.pop()
+        if id(one) in seen or isinstance(one, (type, ModuleType, FunctionType, AdapterSlot)):
+            continue  # the slot belongs to all runs of its kind
+        seen[id(one)] = one
+        reachable += gc.get_referents(one)
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in seen.values()
+        if isinstance(tensor, torch.Tensor)
+    }
+    return sum(storages.values()), sum(weight.numel() for weight in run.weights), len(run.weights)
+
+
+@pytest.mark.parametrize(("precision", "bytes_of_a_parameter"), [("fp32", 16), ("bf16", 18)])
+def test_a_run_takes_the_memory_that_the_page_says(ranks, precision, bytes_of_a_parameter):
+    ((num_bytes, num_parameters, num_tensors),) = ranks.run(1, count_bytes, precision)
+    assert num_bytes == num_parameters * bytes_of_a_parameter + 4 * num_tensors, "and the step of each tensor"
 
 
 @dataclass(frozen=True)
